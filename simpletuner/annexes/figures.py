@@ -32,6 +32,10 @@ LOSS_POINTS = 1000
 Point = tuple[int, float]
 
 
+# Rounds that follow a step; an evaluation and new crops are over when the step is reported.
+AFTER_STEPS = {events.PREVIEWS, events.SAVING}
+
+
 class RunningMean:
     """Exponential moving average with bias correction.
 
@@ -59,6 +63,7 @@ class Pace:
 
     Args:
         rounds: recurring work between the steps, by kind.
+        step_seconds: expected duration of a step, until one has been measured; 0 if unknown.
 
     Attributes:
         loss: the smoothed loss.
@@ -66,7 +71,11 @@ class Pace:
     """
 
     def __init__(
-        self, total_steps: int, start_step: int, rounds: Mapping[str, Rounds] | None = None
+        self,
+        total_steps: int,
+        start_step: int,
+        rounds: Mapping[str, Rounds] | None = None,
+        step_seconds: float = 0.0,
     ) -> None:
         self.total_steps = total_steps
         self.start_step = start_step
@@ -76,6 +85,9 @@ class Pace:
         self.losses = list[float]()
         self._rounds = rounds or {}
         self._round_seconds = {kind: round_.seconds for kind, round_ in self._rounds.items()}
+        # Seconds left of the rounds that follow the last step, by kind.
+        self._due: dict[str, float] = {}
+        self._planned = step_seconds
         self._spent = 0.0  # seconds in all steps
         self._caching = 0.0  # seconds that the next step has waited for new crops
         self._loss_every = max(1, (total_steps - start_step) // LOSS_POINTS)
@@ -90,19 +102,39 @@ class Pace:
     @classmethod
     def of(cls, running: events.StateChanged) -> Pace:
         """The pace of a starting session."""
-        return cls(running.total_steps, running.step, running.rounds)
+        return cls(running.total_steps, running.step, running.rounds, running.step_seconds)
 
     def note(self, event: events.Event) -> None:
         """Update the averages from an event with a duration; other events are ignored."""
         match event:
             case events.StepReport():
                 self._add(event)
-            case events.PhaseEnded() if event.complete:
-                self._round_seconds[event.phase.kind] = event.seconds
-                if event.phase.kind == events.CACHING:
-                    self._caching += event.seconds  # is part of the next step, which is not typical
+                self._due = self._rounds_after(event.step)
+            case events.PhaseAdvanced() if event.phase.kind in self._due and event.phase.total:
+                left = max(0.0, 1 - event.done / event.phase.total)
+                self._due[event.phase.kind] = left * self._round_seconds[event.phase.kind]
+            case events.PhaseEnded():
+                self._due.pop(event.phase.kind, None)
+                if event.complete:
+                    self._end_round(event.phase.kind, event.seconds)
             case events.CheckpointSaved():
+                self._due.pop(events.SAVING, None)
                 self._round_seconds[events.SAVING] = event.seconds
+
+    def _end_round(self, kind: str, seconds: float) -> None:
+        self._round_seconds[kind] = seconds
+        if kind == events.CACHING:
+            self._caching += seconds  # is part of the next step, which is not typical
+
+    def _rounds_after(self, step: int) -> dict[str, float]:
+        """The expected seconds of the rounds that follow a step at once."""
+        due = {}
+        for kind in AFTER_STEPS & self._rounds.keys():
+            rounds = self._rounds[kind]
+            before = rounds.after(step - 1, self.total_steps)
+            if before > rounds.after(step, self.total_steps):
+                due[kind] = self._round_seconds[kind]
+        return due
 
     def _add(self, step: events.StepReport) -> None:
         self.last = step
@@ -141,7 +173,9 @@ class Pace:
 
         Rounds are previews, evaluations, saves and new crops.
         """
-        seconds = max(0, self.total_steps - self.step) * self._seconds.value
+        step_seconds = self._seconds.value if self.last else self._planned
+        seconds = max(0, self.total_steps - self.step) * step_seconds
+        seconds += sum(self._due.values())
         for kind, rounds in self._rounds.items():
             seconds += rounds.after(self.step, self.total_steps) * self._round_seconds[kind]
         return seconds

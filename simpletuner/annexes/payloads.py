@@ -183,7 +183,8 @@ def _status(status: str, step: int) -> Payload:
 def _training_progress(pace: Pace) -> Payload:
     """The progress of training, with its metrics."""
     if pace.last is None:
-        return {**_progress("Training", pace.step, pace.total_steps), "metrics": {}}
+        eta = pace.remaining_seconds or None  # 0 if the duration of a step is not known
+        return {**_progress("Training", pace.step, pace.total_steps, eta), "metrics": {}}
     progress = _progress("Training", pace.step, pace.total_steps, pace.remaining_seconds)
     metrics = {"loss": pace.last.loss, "epoch": pace.last.epoch, **pace.live, **pace.last.metrics}
     return {**progress, "metrics": metrics}

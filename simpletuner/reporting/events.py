@@ -205,6 +205,7 @@ class StateChanged(Event):
         step, total_steps: the last finished step, and the planned number of steps.
         message: why the run stopped, or its result, as lines for users.
         rounds: recurring work by the kind of its phases; set for `running`.
+        step_seconds: expected duration of a step, until one has been measured; set for `running`.
     """
 
     state: RunState
@@ -212,6 +213,7 @@ class StateChanged(Event):
     total_steps: int
     message: str = ""
     rounds: Mapping[str, Rounds] = field(default_factory=dict)
+    step_seconds: float = 0.0
 
 
 Subscriber = Callable[[Event], None]

@@ -41,6 +41,20 @@ def duration_text(seconds: float) -> str:
     return f"{days:.0f} days" if days < 1000 else f"{days / 365.25:.0f} years"
 
 
+def about_text(seconds: float) -> str:
+    """An estimated duration in words: `20 s`, `1 minute`, `1.5 hours`, `3 days`."""
+    if seconds < 12:
+        return f"{max(1, round(seconds))} s"
+    if seconds < 57:
+        return f"{5 * round(seconds / 5)} s"
+    if seconds < 90 * 60:
+        minutes = max(1, round(seconds / 60))
+        return "1 minute" if minutes == 1 else f"{minutes} minutes"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.2g} hours"
+    return f"{seconds / 86400:.0f} days"
+
+
 def amount_text(count: int, unit: str) -> str:
     """`1,204 captions`; without a unit only the number, or `done` for 0."""
     if not unit:

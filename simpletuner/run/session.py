@@ -135,6 +135,7 @@ def build_callbacks(
         plan.length.epochs,
         matmul_flops=rates.matmul_flops if rates else None,
         rounds=find_rounds(budget),
+        step_seconds=budget.step_seconds,
     )
     checkpoints = CheckpointWriter(
         output_dir=plan.output_dir,

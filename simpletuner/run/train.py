@@ -49,6 +49,7 @@ from simpletuner.validation.runner import PREVIEW_FOLDERS
 # Workspace settings with which cuBLAS is deterministic, at a cost in memory or speed.
 CUBLAS_KEY = "CUBLAS_WORKSPACE_CONFIG"
 REPEATABLE_WORKSPACES = (":4096:8", ":16:8")
+CHECKING = "Saving and checking the result"
 # Age from which a temporary file in a shared cache is stale.
 ABANDONED_SECONDS = 3600.0
 
@@ -130,7 +131,9 @@ def run_plan(
         # Written before the result, so that after a kill the next start finds the pending tasks.
         ledger = Ledger(state.global_step, state.epoch, tasks_after(companions))
         world.main_only(lambda: ledger.write(plan.output_dir))
-        result = publish_result(session)
+        # A stream of its own: a stop that is requested now comes too late to end the run.
+        with EventStream(events.publish).phase(CHECKING, stage="save_result"):
+            result = publish_result(session)
         world.main_only(lambda: end(plan, events, companions, ledger, result))
 
 
@@ -225,6 +228,8 @@ def announced_end(plan: Plan, events: EventStream, world: World) -> Iterator[Non
         if isinstance(error, Interrupted | KeyboardInterrupt):
             state = "interrupted"
         message = world.first_failure(error) or full_text(error)
+        if isinstance(error, KeyboardInterrupt):
+            message = "Cancelled."
         if world.is_main:
             drop_late_requests(plan, events)
         events.publish(StateChanged(state, events.step, plan.length.total_steps, message))

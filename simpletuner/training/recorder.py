@@ -36,6 +36,7 @@ class Recorder(Callback):
     Attributes:
         matmul_flops: FLOP/s of the device, if measured.
         rounds: recurring work between steps, such as previews.
+        step_seconds: expected duration of a step.
         slow_steps: detects slow steps.
     """
 
@@ -43,12 +44,21 @@ class Recorder(Callback):
     epochs: int
     matmul_flops: float | None = None
     rounds: Mapping[str, Rounds] = field(default_factory=dict)
+    step_seconds: float = 0.0
     slow_steps: SlowSteps = field(default_factory=SlowSteps)
     _recorded: int = field(default=0, init=False)
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
         total = assembly.settings.total_steps
-        self.events.publish(StateChanged("running", state.global_step, total, rounds=self.rounds))
+        self.events.publish(
+            StateChanged(
+                "running",
+                state.global_step,
+                total,
+                rounds=self.rounds,
+                step_seconds=self.step_seconds,
+            )
+        )
 
     def on_failure(self, assembly: Assembly, state: TrainState) -> None:
         """Record the last step if an earlier callback failed: its checkpoint needs its line."""

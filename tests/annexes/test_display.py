@@ -24,6 +24,7 @@ from simpletuner.reporting.events import (
     CheckpointSaved,
     Event,
     EventStream,
+    PhaseAdvanced,
     PhaseEnded,
     PhaseStarted,
     StateChanged,
@@ -283,6 +284,32 @@ def test_remaining_time_includes_previews_evaluation_and_saving() -> None:
     events.publish(PhaseEnded(PhaseStarted("", kind=EVALUATION), 1, 3.0, complete=True))
     events.publish(CheckpointSaved(Path("checkpoint-100"), 100, 0.5))
     assert pace.remaining_seconds == pytest.approx(9 * 2 + 40 + 4 * 3 + 3 * 0.5)
+
+
+def test_last_previews_are_part_of_the_remaining_time_until_they_are_rendered() -> None:
+    rounds = {PREVIEWS: Rounds(every=50, seconds=60.0, at_end=True), SAVING: Rounds(every=50)}
+    pace = Pace(total_steps=100, start_step=0, rounds=rounds)
+    phase = PhaseStarted("Rendering previews", 6, kind=PREVIEWS)
+
+    pace.note(PhaseEnded(phase, 6, 30.0, complete=True))
+    pace.note(CheckpointSaved(Path("checkpoint-50"), 50, 2.0))
+    pace.note(StepReport(100, 1, LOSS, seconds=2.0))
+    left = [pace.remaining_seconds]
+    for event in (
+        PhaseAdvanced(phase, 3),
+        PhaseEnded(phase, 6, 30.0, complete=True),
+        CheckpointSaved(Path("checkpoint-100"), 100, 2.0),
+    ):
+        pace.note(event)
+        left.append(pace.remaining_seconds)
+
+    assert left == [32.0, 17.0, 2.0, 0.0]
+
+
+def test_remaining_time_is_that_of_the_plan_until_a_step_is_measured() -> None:
+    pace = Pace(total_steps=100, start_step=90, step_seconds=3.0)
+
+    assert pace.remaining_seconds == 30.0
 
 
 def test_encoding_new_crops_does_not_count_as_a_slow_step() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from simpletuner.annexes.display.progress import PlainDisplay
 from simpletuner.annexes.figures import Columns
-from simpletuner.annexes.page.live import key_figures
+from simpletuner.annexes.page.run_head import live_figures
 from simpletuner.annexes.payloads import Payloads
 from simpletuner.annexes.report.html import charts_of
 from simpletuner.annexes.trackers import TrackerEvents
@@ -79,7 +79,7 @@ def test_a_new_figure_appears_in_every_view(tmp_path: Path, pictures_a_second: s
     assert [row[pictures_a_second] for row in tracker.rows] == [2.0, 4.0]
     progress = sent[-1]["progress"]
     assert progress["metrics"][pictures_a_second] == 4.0
-    assert dict(key_figures(progress, Columns.of(rows)))["Pictures"] == "4.0 a second"
+    assert dict(live_figures(progress, Columns.of(rows)))["Pictures"] == "4.0 a second"
     assert "  pictures 4.0 a second" in printed.getvalue().splitlines()[-1]
     assert "Pictures per second" in [chart.title for chart in charts_of(Columns.of(rows))]
 

@@ -126,6 +126,17 @@ def test_the_page_marks_files_that_need_a_look(varied: Workspace) -> None:
     assert cut_captions == {"p5.png"}
 
 
+def test_sharpness_is_a_share_of_the_median_of_its_dataset(varied: Workspace) -> None:
+    cards = read_cards(varied)
+
+    shares = re.findall(r"sharpness (\d+) %", "".join(cards.values()))
+
+    assert len(shares) > 2
+    below = [share for share in shares if int(share) < 100]
+    above = [share for share in shares if int(share) > 100]
+    assert abs(len(below) - len(above)) <= 1
+
+
 def test_the_page_is_one_file_without_scripts_from_captions(varied: Workspace) -> None:
     read_cards(varied)
 

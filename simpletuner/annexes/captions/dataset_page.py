@@ -81,6 +81,7 @@ class FileCard:
         size, trained: size of the file, and size at which it is trained.
         box: left, top, width and height of the trained crop, in percent of the picture.
         sharpness, motion: see the functions below; None if not measured.
+        relative_sharpness: as a share of the median of the dataset.
         fingerprint: the `colour_grid` of the picture, by which near-duplicates are found.
     """
 
@@ -93,6 +94,7 @@ class FileCard:
     trained: str = ""
     box: Sequence[float] | None = None
     sharpness: float | None = None
+    relative_sharpness: float | None = None
     motion: float | None = None
     fingerprint: NDArray[np.int16] | None = None
 
@@ -123,6 +125,7 @@ def write_page(survey: Survey, path: Path, events: EventStream) -> None:
         survey=survey,
         cards=cards,
         counts=counts,
+        blurred=BLURRED,
         kinds=KINDS,
         max_tokens=survey.spec.captions.room(survey.config.text),
         has_tokenizer=tokenizer_file(survey) is not None,
@@ -254,16 +257,18 @@ def card_of(facts: FileFacts | None, entry: LedgerEntry, words: Sequence[Words])
 
 
 def mark_blurred(cards: Sequence[FileCard]) -> None:
-    """Mark files much less sharp than the dataset's median.
+    """Compare the sharpness of files with the dataset's median, and mark those far below it.
 
     An absolute limit would mark all files of a soft style.
     """
     measured = [(card, card.sharpness) for card in cards if card.sharpness is not None]
     if not measured:
         return
-    least = BLURRED * median(value for _, value in measured)
+    usual = median(value for _, value in measured)
     for card, value in measured:
-        if value < least:
+        if usual:
+            card.relative_sharpness = value / usual
+        if value < BLURRED * usual:
             card.kinds["blurred"] = "blurred"
 
 

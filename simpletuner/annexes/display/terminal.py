@@ -152,7 +152,9 @@ def _progress_row(pace: Pace) -> Table:
     """The bar of the run, with its share and the remaining time."""
     share = pace.step / pace.total_steps if pace.total_steps else 1.0
     text = f"{share:.0%}"
-    if pace.last:  # without a step, the remaining time would read 0.0 s
+    if pace.is_complete:
+        text += "  finishing"
+    if pace.remaining_seconds:
         text += f"  {clock_text(pace.remaining_seconds)} left"
     row = Table.grid(padding=(0, 2), expand=True)
     row.add_column(ratio=1)

@@ -339,8 +339,21 @@ def cancel(run: Run) -> None:
     pid = run.pid
     if pid is None:
         raise Refusal(400, NOTHING_RUNS)
-    # SIGINT requests a stop, SIGTERM then interrupts; two equal signals might be merged.
-    send(pid, signal.SIGINT, signal.SIGTERM)
+    # SIGINT requests a stop, SIGTERM then interrupts; two equal signals might be merged. A process
+    # that was stopped from outside receives them only once it goes on.
+    send(pid, signal.SIGINT, signal.SIGTERM, signal.SIGCONT)
+
+
+def resume(run: Run) -> None:
+    """Let a process go on that was stopped from outside.
+
+    Raises:
+        Refusal: 400 if the run is not active on this machine.
+    """
+    pid = run.pid
+    if pid is None:
+        raise Refusal(400, NOTHING_RUNS)
+    send(pid, signal.SIGCONT)
 
 
 def send(pid: int, *numbers: signal.Signals) -> None:

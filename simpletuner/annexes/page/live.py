@@ -7,7 +7,6 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,23 +22,20 @@ from starlette.responses import (
     StreamingResponse,
 )
 
-from simpletuner.annexes.figures import Columns, is_number
 from simpletuner.annexes.page.advice import advice_part
-from simpletuner.annexes.page.control import Runs, ask, cancel
+from simpletuner.annexes.page.control import Runs, ask, cancel, resume
 from simpletuner.annexes.page.parts import draw_part
 from simpletuner.annexes.page.project import SANDBOX_WITH_CLIPS, Refusal, checked_value, project_of
+from simpletuner.annexes.page.run_head import head, rest
 from simpletuner.annexes.page.run_list import listed
 from simpletuner.annexes.payloads import EVENTS_FILE, append_whole, last_id
 from simpletuner.annexes.report import html
 from simpletuner.annexes.report.html import hours_of, thin_extremes
-from simpletuner.annexes.runs.log_files import Tail, record_in
+from simpletuner.annexes.runs.log_files import Tail
 from simpletuner.annexes.runs.run import Run
 from simpletuner.atomic import writing_to
-from simpletuner.errors import UserError
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import MIME, REPORT_FILE, VIDEO_MIME, parse_row
-from simpletuner.reporting.step_figures import FIGURES
-from simpletuner.reporting.wording import clock_text
 
 POLL_SECONDS = 0.5
 HEARTBEAT_SECONDS = 15.0  # proxies close idle streams
@@ -118,6 +114,7 @@ BUTTONS: Mapping[str, Callable[[Run], None]] = {
     "/api/training/validation/run": lambda run: ask(run, "preview"),
     "/api/training/checkpoint/run": lambda run: ask(run, "save"),
     "/api/training/cancel": cancel,
+    "/api/training/resume": resume,
 }
 
 
@@ -243,6 +240,16 @@ def get_report(request: Request) -> Response:
     return RedirectResponse(f"/media/{chosen(request).id}/{REPORT_FILE}")
 
 
+def get_head(request: Request) -> Response:
+    """The head of a run's view, as HTML."""
+    run = chosen(request)
+    busy = ""
+    if run.may_start and run.pid is None:
+        # Another run at work: one that is started now would compete with it for the device.
+        busy = Path(request.app.state.runner.busy_folder()).name
+    return HTMLResponse(drawn(run, "head", busy))
+
+
 def get_part(request: Request) -> Response:
     """A part of a run's view, as HTML."""
     name = request.path_params["part"]
@@ -256,52 +263,23 @@ def get_advice(request: Request) -> Response:
     return HTMLResponse(advice_part(chosen(request)))
 
 
-def drawn(run: Run, part: str) -> str:
-    """A part of a run's view that depends only on the run, as HTML."""
+def drawn(run: Run, part: str, busy: str = "") -> str:
+    """The head or the log of a run's view, as HTML.
+
+    Args:
+        busy: the name of another run that is at work.
+    """
     title, values_of = PARTS[part]
 
     def draw() -> str:
-        return html.render("page/run_parts.html.jinja", part=part, run=run, **values_of(run))
+        values = {"busy": busy, **values_of(run)}
+        return html.render("page/run_parts.html.jinja", part=part, run=run, **values)
 
     return draw_part(title, draw)
 
 
-def head(run: Run) -> dict[str, Any]:
-    """Template values for the head of a run."""
-    status = run.status()
-    facts: list[tuple[str, str]] = []
-    notices: list[str] = []
-    with suppress(OSError, UserError):  # reported by the status
-        columns, damage = record_in(run.folder).read()
-        facts = list(key_figures(status["progress"], columns))
-        notices = [*run.judge().history.notices, damage]
-    shown = [text for text in notices if text and text not in status["message"]]
-    return {
-        "status": status,
-        "facts": facts,
-        "notices": shown,
-        "has_report": (run.folder / REPORT_FILE).is_file(),
-    }
-
-
-def key_figures(progress: Mapping[str, Any], columns: Columns) -> Iterator[tuple[str, str]]:
-    """Key figures, as (name, text)."""
-    total = f" of {progress['total']:,}" if progress["total"] else ""
-    yield "Step", f"{progress['current']:,}{total}"
-    if progress["eta_seconds"] is not None:
-        yield "Time left", clock_text(progress["eta_seconds"])
-    for figure in FIGURES:
-        value = progress["metrics"].get(figure.live_name)
-        if figure.title and is_number(value):
-            yield figure.title, figure.text(value)
-    hours = hours_of(columns)
-    if hours:
-        _step, total_hours = hours[-1]
-        yield "Time in steps", clock_text(total_hours * 3600)
-
-
 def log(run: Run) -> dict[str, Any]:
-    """The end of a run's console output, or else the messages of its events."""
+    """What happened in a run, and the end of its console output or else of its events."""
     lines = run.console.splitlines()
     if not lines:
         lines = [
@@ -309,7 +287,7 @@ def log(run: Run) -> dict[str, Any]:
             for event in run.recent
             if event.get("message")
         ]
-    return {"lines": lines[-LOG_LINES:]}
+    return {"lines": lines[-LOG_LINES:], **rest(run)}
 
 
 # Titles and template values of the parts.

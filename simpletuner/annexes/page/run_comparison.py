@@ -16,8 +16,8 @@ from simpletuner.annexes.figures import Columns, evaluation_names
 from simpletuner.annexes.page.files import Configuration
 from simpletuner.annexes.page.form import label_of
 from simpletuner.annexes.page.live import drawing, runs_of
+from simpletuner.annexes.page.previews import address
 from simpletuner.annexes.page.project import Project, Refusal, project_of
-from simpletuner.annexes.page.results import address
 from simpletuner.annexes.page.run_list import ListedRun, listed_run
 from simpletuner.annexes.report import html
 from simpletuner.annexes.report.html import Chart, Series, charts_of, grid_order, thin

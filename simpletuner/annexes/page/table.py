@@ -16,8 +16,8 @@ from simpletuner.annexes.page.chosen_file import SavedWeights, choice_of
 from simpletuner.annexes.page.comparing import compare_form, comparison_under_way, preview_cells
 from simpletuner.annexes.page.live import chosen, runs_of
 from simpletuner.annexes.page.parts import draw_part
+from simpletuner.annexes.page.previews import address, grid_of
 from simpletuner.annexes.page.project import Project, Refusal, project_of
-from simpletuner.annexes.page.results import address, grid_of
 from simpletuner.annexes.page.stars import LONGEST_NAME, Star, by_weights, read_stars, set_star
 from simpletuner.annexes.report import html
 from simpletuner.annexes.report.comparison import Shown, build_table

@@ -28,6 +28,7 @@ from simpletuner.annexes.figures import BARS, Columns, Point, RunningMean, evalu
 from simpletuner.config.schema import NOISE_LEVELS
 from simpletuner.reporting.metrics import EVALUATED, MIME, VIDEO_MIME, MediaRecord
 from simpletuner.reporting.step_figures import FIGURES
+from simpletuner.reporting.wording import clock_text
 
 FOLDER = Path(__file__).parent
 # The sampling program in a report, as report.html.jinja writes it, is within its first bytes.
@@ -135,6 +136,7 @@ def _environment() -> Environment:
     environment.filters["breakable"] = breakable
     environment.filters["grouped"] = "{:,}".format
     environment.filters["with_code"] = with_code
+    environment.filters["clock"] = clock_text
     environment.globals["resource"] = lambda name: Markup(loader.get_source(environment, name)[0])
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return environment

@@ -13,16 +13,39 @@ const watcher = new IntersectionObserver((entries) => {
   }
 });
 
+// A clip that was started or paused by its own button stays so until all are played or paused.
 function run(clip) {
-  if (playing && inView.has(clip)) clip.play().catch(() => {});
+  if ((clip.wanted ?? playing) && inView.has(clip)) clip.play().catch(() => {});
   else clip.pause();
 }
 
 function watch(clip) {
+  if (clip.watched) return clip;
+  clip.watched = true;
   clip.muted = true; // the attribute alone does not mute a clip that was created by a script
+  for (const type of ["play", "pause", "loadedmetadata"]) clip.addEventListener(type, () => describeClip(clip));
+  describeClip(clip);
   watcher.observe(clip);
   return clip;
 }
+
+// The mark of a clip has its length; its button says what it does.
+function describeClip(clip) {
+  const mark = clip.parentElement?.querySelector(".clip-mark");
+  if (mark && clip.duration) mark.textContent = `▶ ${clip.duration < 0.1 ? "1 frame" : `${clip.duration.toFixed(1)} s`}`;
+  const button = clip.closest("figure")?.querySelector("button.play.one");
+  if (button) button.textContent = clip.paused ? "Play" : "Pause";
+}
+
+document.addEventListener("click", ({ target }) => {
+  if (!target.matches("button.play.one")) return;
+  const clips = [...target.closest("figure").querySelectorAll("video")];
+  const wanted = clips[0].paused;
+  for (const clip of clips) {
+    clip.wanted = wanted;
+    run(clip);
+  }
+});
 
 // Clips of the same length are kept in sync.
 function keepTogether() {
@@ -36,20 +59,24 @@ function keepTogether() {
   }
 }
 
+const labelOfAll = () => (playing ? "Pause all" : "Play all");
+
 function playButton() {
-  const button = element("button", { type: "button", class: "play" });
-  const label = () => { button.textContent = playing ? "Pause all" : "Play all"; };
-  button.addEventListener("click", () => {
-    playing = !playing;
-    document.querySelectorAll("video").forEach(run);
-    document.querySelectorAll("button.play").forEach((each) => { each.textContent = playing ? "Pause all" : "Play all"; });
-  });
-  label();
-  return button;
+  return element("button", { type: "button", class: "play all" }, labelOfAll());
 }
 
-function clipOf(item) {
-  return watch(element("video", { src: item.source, muted: "", loop: "", playsinline: "", preload: "auto", "aria-label": item.label }));
+document.addEventListener("click", ({ target }) => {
+  if (!target.matches("button.play.all")) return;
+  playing = !playing;
+  for (const clip of document.querySelectorAll("video")) {
+    clip.wanted = undefined;
+    run(clip);
+  }
+  document.querySelectorAll("button.play.all").forEach((each) => { each.textContent = labelOfAll(); });
+});
+
+function clipOf(item, more = {}) {
+  return watch(element("video", { src: item.source, muted: "", loop: "", playsinline: "", preload: "auto", "aria-label": item.label, ...more }));
 }
 
 function pictureOf(item) {
@@ -88,7 +115,24 @@ function gather() {
     const prompt = sample.querySelector("figcaption").title;
     for (const button of sample.querySelectorAll("button.preview")) items.push(itemOf(button, -1, "Training data", prompt));
   }
-  document.querySelectorAll(".cells video").forEach(watch);
+  for (const shot of document.querySelectorAll("figure.shot")) {
+    for (const button of shot.querySelectorAll("button.preview")) addShot(shot, button);
+  }
+  for (const clip of document.querySelectorAll(":is(.cells, .shot) video")) describeClip(watch(clip));
+  document.querySelectorAll("button.play.all").forEach((each) => { each.textContent = labelOfAll(); });
+}
+
+const itemAt = (button) => items.findIndex((item) => item.source === button.firstElementChild.src);
+
+// A large preview; the rows of its section may have only a selection of the steps, and no row for its prompt.
+function addShot(shot, button) {
+  if (itemAt(button) >= 0) return;
+  const listed = [...shot.closest("section").querySelectorAll(".prompt-row")].find((row) => row.dataset.name === shot.dataset.name);
+  const all = [...document.querySelectorAll(".prompt-row")];
+  const group = listed ? all.indexOf(listed) : all.length + [...document.querySelectorAll("figure.shot")].indexOf(shot);
+  const item = itemOf(button, group, shot.dataset.name, shot.querySelector(".prompt").textContent);
+  const later = items.findIndex((each) => each.group > group || (each.group === group && Number(each.step) > Number(item.step)));
+  items.splice(later < 0 ? items.length : later, 0, item);
 }
 setInterval(keepTogether, 400);
 
@@ -163,7 +207,7 @@ function show(index) {
   const canCompare = item.group >= 0 && first !== item && first.isClip === item.isClip;
   const toggle = (key) => () => { view[key] = !view[key]; show(view.index); };
   const stage = element("div", { class: view.natural ? "stage natural" : "stage" },
-    view.compare && canCompare ? compared(first, item) : item.isClip ? clipOf(item) : pictureOf(item));
+    view.compare && canCompare ? compared(first, item) : item.isClip ? clipOf(item, { controls: "" }) : pictureOf(item));
   stage.style.setProperty("--ratio", item.width ? item.width / item.height : 1.5);
   const what = element("div", { class: "what" }, element("b", {}, item.name), element("span", { class: "dim" }, ` ${item.label}`),
     element("p", {}, item.prompt));
@@ -193,5 +237,5 @@ viewer.addEventListener("click", (event) => { if (event.target === viewer) viewe
 viewer.addEventListener("close", () => viewer.replaceChildren());
 document.addEventListener("click", (event) => {
   const opener = event.target.closest("button.preview");
-  if (opener) show(items.findIndex((item) => item.button === opener));
+  if (opener) show(itemAt(opener));
 });

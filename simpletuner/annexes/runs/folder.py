@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -108,6 +109,18 @@ class RunFolder:
         except (OSError, UserError):
             return None
         return owner.pid if owner and owner.lives_here else None
+
+    @property
+    def started_at(self) -> float:
+        """When the present session was started, as a Unix time; now if that is unknown."""
+        times = []
+        with suppress(OSError):
+            times.append((self.folder / STARTED_FILE).stat().st_mtime)
+        with suppress(OSError, UserError):
+            owner = self.owner
+            if owner is not None:
+                times.append(owner.since)
+        return max(times, default=time.time())
 
     @property
     def seen(self) -> float:

@@ -4,14 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any
 
 from simpletuner.annexes.runs.log_files import Tail
 
 NOTICES = 100  # kept texts of notices
+TURNS = 200  # kept turns of stages
 STEP_STATUS = b'"type": "training.status"'
 MESSAGE = b'"message"'
 STOPS_LATER = "The run will stop at the end of"  # prefix of the notice that confirms that request
+
+
+@dataclass(frozen=True)
+class StageTurn:
+    """One turn of a stage; a stage such as previews has a turn in every round.
+
+    Attributes:
+        began, ended: Unix times; `ended` is None while the turn runs.
+        status: `running`, `completed` or `failed`.
+        done, total: its progress; `total` is None if it counts nothing.
+    """
+
+    key: str
+    label: str
+    began: float
+    status: str
+    ended: float | None = None
+    done: int = 0
+    total: int | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it took; None while it runs, and for one that was only reported at its end."""
+        if self.ended is None or self.ended <= self.began:
+            return None
+        return self.ended - self.began
 
 
 @dataclass
@@ -21,10 +49,14 @@ class RunHistory:
     Attributes:
         first: id of the first event.
         id: id of the last event.
+        began, at: Unix times of the first and of the last event.
+        step_at: time of the last progress of the steps.
+        start_step: the step after which the session began.
         status: status of the last `training.status` with progress; empty before the first.
         summary: the lines that announced it, about its model, files and length.
         progress: progress of the steps, with the latest metrics.
         stages: the latest state of every stage, by key.
+        turns: all turns of the stages, oldest first.
         notices: texts of warnings and of confirmed requests.
         growing: unfinished previews by prompt, weights and index.
     """
@@ -32,11 +64,16 @@ class RunHistory:
     job_id: str = ""
     first: int = 0
     id: int = 0
+    began: float = 0.0
+    at: float = 0.0
+    step_at: float = 0.0
+    start_step: int = 0
     status: str = ""
     message: str = ""
     summary: str = ""
     progress: dict[str, Any] = field(default_factory=dict)
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)
+    turns: list[StageTurn] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     growing: dict[tuple[str, str, int], dict[str, Any]] = field(default_factory=dict)
 
@@ -46,7 +83,9 @@ class RunHistory:
 
     def copy(self) -> RunHistory:
         """A copy, for a thread that reads the history while another one adds to it."""
-        return replace(self, stages=dict(self.stages), growing=dict(self.growing))
+        return replace(
+            self, stages=dict(self.stages), turns=list(self.turns), growing=dict(self.growing)
+        )
 
     def follow(self, tail: Tail) -> None:
         """Add the new events of a log."""
@@ -68,25 +107,14 @@ class RunHistory:
         if event["job_id"] != self.job_id:
             self.begin(str(event["job_id"]), self.progress)
             self.first = event["id"]
+            self.began = time_of(event)
         self.id = event["id"]
+        self.at = time_of(event)
         match event["type"]:
             case "training.status" if "progress" in event:
-                self.status = str(event["data"]["status"])
-                # Merged, since some events have no metrics.
-                self.progress = self.progress | progress_of(event["progress"])
-                self.message = str(event.get("message", self.message))
-                if self.status == "starting":
-                    self.summary = self.message
+                self._add_progress(event)
             case "lifecycle.stage":
-                stage = {name: str(event["stage"][name]) for name in ("key", "label", "status")}
-                progress = event["stage"]["progress"]
-                self.stages[stage["key"] or stage["label"]] = {
-                    **stage,
-                    "progress": progress and progress_of(progress),
-                    "message": str(event.get("message", "")),
-                }
-                if stage["status"] != "running":
-                    self.growing.clear()  # interrupted previews never finish
+                self._add_stage(event)
             case "validation.image":
                 self.growing[shot_of(event)] = growing_preview(event)
             case "training.validation":
@@ -96,6 +124,48 @@ class RunHistory:
                 # Other notices repeat the message of the run.
                 if event["severity"] == "warning" or message.startswith(STOPS_LATER):
                     self.notices = [*self.notices, message][-NOTICES:]
+
+    def _add_progress(self, event: Mapping[str, Any]) -> None:
+        if not self.status:
+            self.start_step = event["progress"]["current"] + 0
+        self.status = str(event["data"]["status"])
+        # Merged, since some events have no metrics.
+        self.progress = self.progress | progress_of(event["progress"])
+        self.step_at = self.at
+        self.message = str(event.get("message", self.message))
+        if self.status == "starting":
+            self.summary = self.message
+
+    def _add_stage(self, event: Mapping[str, Any]) -> None:
+        stage = {name: str(event["stage"][name]) for name in ("key", "label", "status")}
+        progress = event["stage"]["progress"]
+        key = stage["key"] or stage["label"]
+        self.stages[key] = {
+            **stage,
+            "progress": progress and progress_of(progress),
+            "message": str(event.get("message", "")),
+        }
+        if stage["status"] != "running":
+            self.growing.clear()  # interrupted previews never finish
+        self._add_turn(key, self.stages[key])
+
+    def _add_turn(self, key: str, stage: Mapping[str, Any]) -> None:
+        """Continue the running turn of a stage, or begin its next turn."""
+        progress = stage["progress"] or {"current": 0, "total": None}
+        counts = {"done": progress["current"], "total": progress["total"]}
+        ended = None if stage["status"] == "running" else self.at
+        for place in range(len(self.turns) - 1, -1, -1):
+            turn = self.turns[place]
+            if turn.key == key and turn.status == "running":
+                self.turns[place] = replace(turn, status=stage["status"], ended=ended, **counts)
+                return
+        turn = StageTurn(key, stage["label"], self.at, stage["status"], ended, **counts)
+        self.turns = [*self.turns, turn][-TURNS:]
+
+
+def time_of(event: Mapping[str, Any]) -> float:
+    """The Unix time of an event; raises if its timestamp is invalid."""
+    return datetime.fromisoformat(str(event["timestamp"])).timestamp()
 
 
 def is_step(line: bytes) -> bool:

@@ -16,17 +16,38 @@ from simpletuner.annexes.payloads import EVENTS_FILE
 from simpletuner.annexes.runs.folder import RunFolder, as_text
 from simpletuner.annexes.runs.history import RunHistory
 from simpletuner.annexes.runs.log_files import last_step
-from simpletuner.annexes.runs.state import ACTIVE, Status, Verdict, judge
+from simpletuner.annexes.runs.sentence import (
+    LABELS,
+    NOT_STARTED,
+    Now,
+    failed,
+    finished,
+    preparing,
+    training,
+)
+from simpletuner.annexes.runs.state import ACTIVE, Status, Verdict, judge, saved_step
 from simpletuner.distributed.requests import FOLDER, REQUESTS
+from simpletuner.planning.checkpoint_folder import PIPELINE_FOLDER
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE
 from simpletuner.reporting.wording import clock_text
 from simpletuner.weights.lora_names import LORA_FILE
 
-BUTTONS = ("start", "continue", "new", "stop", "cancel", "save", "preview", "stop_at_epoch_end")
+BUTTONS = (
+    "start",
+    "continue",
+    "new",
+    "stop",
+    "cancel",
+    "save",
+    "preview",
+    "stop_at_epoch_end",
+    "resume",
+)
 BETWEEN_STEPS = ("save", "preview", "stop_at_epoch_end")  # buttons that need a next step
 # Seconds without events after which the page reports silence; the run may be loading a large model.
 QUIET = 60.0
+PAUSED = "Paused: its process was stopped from outside. Resume lets it go on."
 
 
 @dataclass(eq=False)
@@ -60,6 +81,10 @@ class Run(RunFolder):
             "stages": {},
             "config": {"name": self.written_by, "output_dir": as_text(self.folder)},
             "message": "",
+            "label": LABELS["idle"],
+            "stage": "",
+            "sentence": NOT_STARTED,
+            "notice": "",
             "can": dict.fromkeys(BUTTONS, False) | {"cancel": self.pid is not None},
             "asked": [],
         }
@@ -69,7 +94,8 @@ class Run(RunFolder):
             json.dumps(status, allow_nan=False, ensure_ascii=False).encode()
         except Exception as error:  # noqa: BLE001 - damaged files may raise any error
             message = redact(str(error) or type(error).__name__)
-            return blank | {"status": "broken", "message": message}
+            named = {"label": LABELS["broken"], "sentence": "Its files are damaged."}
+            return blank | {"status": "broken", "message": message, **named}
         return status
 
     def _status(self, blank: dict[str, Any]) -> dict[str, Any]:
@@ -84,19 +110,20 @@ class Run(RunFolder):
         if damage and not is_active:
             status = "broken"
             message = "\n".join(filter(None, (damage, message)))
-        idle = self._why_idle(status, history)
+        is_paused = is_active and self._is_paused()
+        idle = PAUSED if is_paused else self._why_idle(status, history)
         goes_on = status == "running" and not idle
         progress = advanced(blank["progress"] | history.progress, last, goes_on=goes_on)
         in_loop = status == "running" and history.status == "running"
         asked = requested(self.folder / FOLDER) if in_loop else []
-        if idle:
-            message = idle
-        elif "stop" in asked:
-            message = "Stops after this step and its previews."
-        else:
-            message = redact(message)
+        notice = idle
+        if not idle and "stop" in asked:
+            notice = "Stops after this step and its previews."
+        message = notice or redact(message)
         can = dict(blank["can"])
         can |= self._requests(history, progress, asked, in_loop=in_loop, is_active=is_active)
+        if is_paused:
+            can |= dict.fromkeys(("stop", *BETWEEN_STEPS), False) | {"resume": True}
         if not is_active:
             can |= self._starts(last.get("step", 0))
         return blank | {
@@ -106,6 +133,8 @@ class Run(RunFolder):
             "stages": history.stages if is_active else ended_stages(history.stages),
             "config": blank["config"] | {"name": self.config},
             "message": message,
+            **self._words(status, history, progress, message, is_paused=is_paused),
+            "notice": "" if is_paused else notice,
             "asked": asked,
             "can": can,
         }
@@ -130,9 +159,6 @@ class Run(RunFolder):
         owner = self.owner if status in ACTIVE else None
         if owner is None or not owner.lives_here:
             return ""
-        with suppress(psutil.NoSuchProcess):
-            if psutil.Process(owner.pid).status() == psutil.STATUS_STOPPED:
-                return f"Process {owner.pid} is stopped. To resume it: kill -CONT {owner.pid}"
         last_event_at = 0.0
         if history.id:
             last_event_at = (self.folder / EVENTS_FILE).stat().st_mtime
@@ -140,7 +166,58 @@ class Run(RunFolder):
         seconds_per_step = history.progress.get("metrics", {}).get("seconds_per_step") or 0.0
         if silence <= max(QUIET, 3 * seconds_per_step):
             return ""
-        return f"No events for {clock_text(silence)}."
+        return f"No events for {clock_text(silence)}. Its process is alive."
+
+    def _is_paused(self) -> bool:
+        """Whether the process was stopped from outside, and so waits for SIGCONT."""
+        pid = self.pid
+        if pid is None:
+            return False
+        with suppress(psutil.NoSuchProcess):
+            return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+        return False
+
+    def _words(
+        self,
+        status: Status,
+        history: RunHistory,
+        progress: Mapping[str, Any],
+        message: str,
+        *,
+        is_paused: bool,
+    ) -> dict[str, str]:
+        """The state, the stage and the sentence about them, for people."""
+        label = LABELS[status]
+        if status in ACTIVE:
+            now = self.now(status, history, progress)
+            if is_paused:
+                return {"label": "paused", "stage": now.stage, "sentence": message}
+            return {"label": label, "stage": now.stage, "sentence": now.sentence}
+        step = progress["current"]
+        if status == "cancelled" and step and saved_step(self) >= step:
+            label = f"stopped at {step:,}, can continue"
+        sentence = message.partition("\n")[0]
+        if status == "completed":
+            sentence = finished(step, history, self.verified)
+        elif status == "error":
+            sentence = failed(step)
+        elif status == "idle":
+            sentence = NOT_STARTED
+        return {"label": label, "stage": "", "sentence": sentence}
+
+    @property
+    def verified(self) -> str:
+        """What a finished run has verified: its `file`, its `pipeline`; empty if it is gone."""
+        if (self.folder / LORA_FILE).is_file():
+            return "file"
+        return "pipeline" if (self.folder / PIPELINE_FOLDER).is_dir() else ""
+
+    def now(self, status: Status, history: RunHistory, progress: Mapping[str, Any]) -> Now:
+        """What an active run does now."""
+        clock = time.time()
+        if status == "running":
+            return training(history, progress, clock)
+        return preparing(history, self.started_at, clock)
 
     def _starts(self, step: int) -> dict[str, bool]:
         """Which kinds of sessions can start while none is active."""

@@ -43,6 +43,10 @@ ENDED: Mapping[str, Status] = {
     "failed": "error",
     "cancelled": "cancelled",
 }
+# Messages of cancelled runs that say less than their files; of the signal handler, the loop, and
+# versions that had no text for it.
+CANCELLED = "Cancelled."
+SAYS_LITTLE = (CANCELLED, "KeyboardInterrupt", "Stopped at step", "Stopping after this step")
 SILENCE = 900.0  # seconds without a heartbeat after which a run on another machine counts as ended
 
 
@@ -89,6 +93,8 @@ def _state_of(
             ended.
     """
     # A reported end takes precedence over the process, which may take a while to exit.
+    if history.status == "cancelled" and history.message.startswith(SAYS_LITTLE):
+        return "cancelled", describe_stop(folder)
     if history.status in ENDED:
         return ENDED[history.status], history.message
     status: Status = "running" if history.status in IN_LOOP else "starting"
@@ -105,18 +111,43 @@ def _state_of(
 
 def _unreported_end(folder: RunFolder, last_lines: str, *, was_at_work: bool) -> tuple[Status, str]:
     """The state of a session that did not report its end."""
+    step = reached_step(folder)
     if last_lines in INTERRUPTED:
-        return "cancelled", INTERRUPTED[0]
+        return "cancelled", describe_stop(folder)
     if last_lines:
         return "error", last_lines
-    step = last_step(folder.folder / METRICS_FILE)[0].get("step", 0)
     if was_at_work:
         return "interrupted", _describe_interruption(folder, step)
     if not step:
         return "idle", ""
     if step == (result_step(folder.folder, "lora") or result_step(folder.folder, "full")):
         return "completed", f"{step:,} steps are done."
-    return "cancelled", f"Stopped at step {step:,}."
+    return "cancelled", describe_stop(folder, "Stopped")
+
+
+def reached_step(folder: RunFolder) -> int:
+    """The last step in the record of a run; 0 without one."""
+    step: int = last_step(folder.folder / METRICS_FILE)[0].get("step", 0)
+    return step
+
+
+def saved_step(folder: RunFolder) -> int:
+    """The step from which a run would continue; 0 without a checkpoint."""
+    checkpoints = find_checkpoints(folder.folder)[0]
+    return checkpoints[-1].step if checkpoints else 0
+
+
+def describe_stop(folder: RunFolder, how: str = "Cancelled") -> str:
+    """Where a run was stopped or cancelled, and what was saved of it."""
+    step = reached_step(folder)
+    if not step:
+        return f"{how} before the first step."
+    checkpoints = find_checkpoints(folder.folder)[0]
+    if not checkpoints:
+        return f"{how} at step {step:,}; nothing was saved."
+    if checkpoints[-1].step >= step:
+        return f"Stopped at step {step:,}; it can continue."
+    return f"{how} at step {step:,}. It {continuation(folder.folder, checkpoints[-1])}."
 
 
 def _describe_interruption(folder: RunFolder, step: int) -> str:

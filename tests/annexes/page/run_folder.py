@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from PIL import Image
 
+from simpletuner.data.clip_writer import write_mp4
 from simpletuner.headers import join_header
 from simpletuner.planning.checkpoint_folder import (
     FILE_NAME,
@@ -25,8 +26,16 @@ from simpletuner.weights.lora_names import LORA_FILE, METADATA_KEY, STEP_NOTE
 from tests.annexes.page.test_runs import STEPS, own, tell
 
 Saved = Literal["nothing", "checkpoint", "result"]
-State = Literal["running", "interrupted", "done"]
+State = Literal["running", "interrupted", "cancelled", "stopped", "done"]
+Media = Literal["pictures", "clips", "nothing"]
 IDENTITY = Identity("kandinsky5-image", "t2i-lite-sft", "lora", 1, 0, "", {})
+
+
+LAST_EVENTS: dict[State, tuple[StateChanged, ...]] = {
+    "cancelled": (StateChanged("interrupted", 3, 9, "KeyboardInterrupt"),),
+    "stopped": (StateChanged("interrupted", 3, 9, "Stopped at step 3; start again to continue."),),
+    "done": (StateChanged("finished", 3, 3, "Trained.\nRender with it: simpletuner sample"),),
+}
 
 
 @dataclass(frozen=True)
@@ -37,12 +46,16 @@ class RunFolder:
         evaluated: with an evaluation loss in its record.
         saved: a checkpoint, or a checkpoint and the LoRA of the last step.
         swept: with a comparison of its checkpoints, and a sample.
+        media: what its previews are; a clip has one frame.
+        rounds: the number of rounds of previews: one after step 3, or one a step from step 0 on.
     """
 
     evaluated: bool
     saved: Saved
     swept: bool
     state: State
+    media: Media = "pictures"
+    rounds: int = 1
 
     @property
     def name(self) -> str:
@@ -52,6 +65,8 @@ class RunFolder:
             self.saved,
             "swept" if self.swept else "",
             self.state,
+            self.media if self.media != "pictures" else "",
+            f"{self.rounds} rounds" if self.rounds > 1 else "",
         ]
         return "-".join(filter(None, parts))
 
@@ -59,20 +74,22 @@ class RunFolder:
         """Write the folder below another one."""
         folder = root / self.name
         folder.mkdir(parents=True)
-        over = (StateChanged("finished", 3, 3, "Trained."),) if self.state == "done" else ()
-        tell(folder, *STEPS, *over)
+        tell(folder, *STEPS, *LAST_EVENTS.get(self.state, ()))
         if self.state == "running":
             own(folder)
         elif self.state == "interrupted":
             own(folder, started="1")
         (folder / "console.log").write_text("$ simpletuner train\nTraining\n")
-        write_preview(folder, MediaRecord(3, "validation", "a bird", "previews/3.png", 8, 8))
+        if self.media != "nothing":
+            write_previews(folder, self.media, self.rounds)
         if self.evaluated:
             with (folder / METRICS_FILE).open("a") as record:
                 for step, loss in ((1, 0.6), (3, 0.5)):
                     record.write(json.dumps({"step": step, "loss/val/held": loss}) + "\n")
         if self.saved != "nothing":
             write_checkpoint(folder / "checkpoint-2", 2)
+        if self.state == "stopped" and self.saved != "nothing":
+            write_checkpoint(folder / "checkpoint-3-rolling", 3)
         if self.saved == "result":
             write_lora(folder, 3)
         if self.swept:
@@ -82,17 +99,32 @@ class RunFolder:
 
 
 def every_run() -> Iterator[RunFolder]:
-    """Every combination."""
+    """Every combination, and every state with other previews."""
+    for state, media in product(get_args(State), ("clips", "nothing")):
+        yield RunFolder(True, "checkpoint", False, state, media)
     for evaluated, saved, swept, state in product(
         (True, False), get_args(Saved), (True, False), get_args(State)
     ):
         yield RunFolder(evaluated, saved, swept, state)
 
 
-def write_preview(folder: Path, record: MediaRecord) -> None:
-    """Write a preview with its record."""
-    write_picture(folder / record.path)
-    (folder / MEDIA_FILE).write_text(json.dumps(asdict(record)) + "\n")
+def write_previews(folder: Path, media: Media, rounds: int) -> None:
+    """Write rounds of previews with their records; all are links to the same file."""
+    suffix = "mp4" if media == "clips" else "png"
+    steps = range(rounds) if rounds > 1 else [3]
+    first = folder / f"previews/{steps[0]}.{suffix}"
+    if media == "clips":
+        first.parent.mkdir()
+        write_mp4(first, [Image.new("RGB", (8, 8))], 8)
+    else:
+        write_picture(first)
+    lines = []
+    for step in steps:
+        path = f"previews/{step}.{suffix}"
+        if step != steps[0]:
+            (folder / path).hardlink_to(first)
+        lines.append(json.dumps(asdict(MediaRecord(step, "validation", "a bird", path, 8, 8))))
+    (folder / MEDIA_FILE).write_text("\n".join([*lines, ""]))
 
 
 def write_checkpoint(folder: Path, step: int) -> None:

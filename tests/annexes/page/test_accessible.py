@@ -187,7 +187,7 @@ def test_runs_are_accessible(page: Any, workspace: Workspace) -> None:
     page.get_by_text("Sample with your own prompts").click()
     expect(page.locator(".queue li").first).to_be_visible()
     expect(page.locator("figure.chart svg").first).to_be_visible()
-    expect(page.locator("#comparison .duo")).to_have_count(2)
+    expect(page.locator(".shots.main .beside")).to_have_count(2)
     assert complaints(page) == ""
     page.locator("button.preview").first.click()
     expect(page.locator("#viewer")).to_be_visible()

@@ -25,6 +25,7 @@ from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads
 from simpletuner.annexes.runs.console import CONSOLE_FILE
+from simpletuner.annexes.runs.run import BUTTONS
 from simpletuner.config.absent import removed_keys
 from simpletuner.planning.lock import LOCK_FILE
 from simpletuner.reporting.events import EventStream, Notice, StateChanged, StepReport
@@ -223,10 +224,7 @@ def test_the_page_of_a_run_shows_it_and_starts_nothing(project: Workspace) -> No
     output.mkdir()
     tell(output, *STEPS, StateChanged("failed", 3, 3, "broken"))
     page = TestClient(create_app(Project(project.folder, run=output)))
-    assert page.get("/api/training/status").json()["can"] == dict.fromkeys(
-        ["start", "continue", "new", "stop", "cancel", "save", "preview", "stop_at_epoch_end"],
-        False,
-    )
+    assert page.get("/api/training/status").json()["can"] == dict.fromkeys(BUTTONS, False)
     post(page, "start", 403)
 
 

@@ -358,14 +358,15 @@ def test_all_previews_can_be_reached(page: TestClient, finished: Path, project: 
         "".join(f"{json.dumps(asdict(record))}\n" for record in records)
     )
     first = page.get(f"/runs/{run_of(page)}/previews").text
-    pages = re.findall(r'<option value="(\d+)"', first)
+    _, _, choice = first.partition('data-choice="page"')
+    pages = re.findall(r'<option value="(\d+)"', choice.partition("</select>")[0])
     assert "a selection of all 40 steps" in first
     shown = set()
     for number in pages:
         text = page.get(f"/runs/{run_of(page)}/previews?page={number}").text
         shown |= set(re.findall(r'aria-label="Enlarge (p\d+), step (\d+)"', text))
     assert len(shown) == 400
-    pair = page.get(f"/runs/{run_of(page)}/pair?before=100&after=3900").text
+    pair = page.get(f"/runs/{run_of(page)}/previews?only=shots&beside=100&step=3900").text
     assert set(re.findall(r'data-step="(\d+)"', pair)) == {"100", "3900"}
     assert page.get(f"/runs/{run_of(page)}/previews?page=999").text == first
 
@@ -518,9 +519,9 @@ def test_a_person_compares_two_steps_and_two_runs(
     project.path("other").mkdir()
     tell(project.path("other"), *STEPS, StateChanged("finished", 3, 3))
     with opened(browser, project.folder, f"?run={run_id(finished)}#run") as page:
-        tags = page.locator("#comparison .duo .tag")
+        tags = page.locator(".shots.main .step-tag")
         expect(tags).to_have_text(["step 0", "step 3"] * 2)
-        page.locator("[data-step=before]").select_option("1")
+        page.get_by_label("beside").select_option("1")
         expect(tags).to_have_text(["step 1", "step 3"] * 2)
         page.get_by_label("Compare curves with").select_option(label="other")
         expect(page.locator(".key-line").first).to_have_text("lossother: loss")

@@ -186,7 +186,8 @@ def test_a_comparison_grows_with_a_round_of_previews(browser: Any, project: Work
     output.mkdir()
     tell(output, *STEPS, *preview(output, (0, "validation"), (0, "bird"), (3, "validation")))
     with opened(browser, project.folder, "#run") as page:
-        compared = page.locator("#comparison .duo .tag")
+        page.get_by_label("beside").select_option("step 0")
+        compared = page.locator(".shots.main .step-tag")
         expect(compared).to_have_text(["step 0", "step 3"])
         tell(output, *STEPS, *preview(output, (3, "bird")))
         expect(compared).to_have_text(["step 0", "step 3"] * 2)

@@ -70,15 +70,14 @@ def test_a_run_goes_from_its_start_to_its_last_preview(
         "checkpoint_step_interval": 1000,
     }
     project.write_config(**shown, max_train_steps=5000)
-    expect(state(page)).to_have_text("idle")
+    expect(state(page)).to_have_text("not started")
     press(page, "Start")
     # The caption of a preview; a browser that is slow to start sees none of the first ones.
-    expect(page.get_by_text(re.compile(r"^step \d+$")).first).to_be_visible()
+    expect(page.locator(".shots.main figcaption").first).to_contain_text(re.compile(r"step \d+"))
     expect(state(page)).to_have_text("running")
     expect(page.locator(".run-list .state").first).to_have_text("running")
     expect(page.locator("figure.chart").first).to_contain_text("Loss")
-    page.locator(".prompt-row img").last.scroll_into_view_if_needed()
-    expect(page.locator(".prompt-row img").last).to_have_js_property("naturalWidth", 128)
+    expect(page.locator(".shots.main img").last).to_have_js_property("naturalWidth", 128)
     page.reload()
     expect(state(page)).to_have_text("running")
     press(page, "Save now")
@@ -89,16 +88,16 @@ def test_a_run_goes_from_its_start_to_its_last_preview(
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     expect(state(page)).to_have_text("interrupted")
-    expect(page.locator(".message")).to_contain_text("Ended unexpectedly at step")
+    expect(page.locator(".sentence")).to_contain_text("Ended unexpectedly at step")
     monkeypatch.setenv(PACE, "0")
     last = (
         int(project.metrics()[-1]["step"]) + 2
     )  # it goes on from the checkpoint, some steps before
-    page.get_by_label("to step").fill(str(last))
+    page.get_by_label("To step").fill(str(last))
     press(page, "Continue")
-    expect(state(page)).to_have_text("completed")
-    expect(page.locator(".message")).to_contain_text("pytorch_lora_weights.safetensors")
-    expect(page.get_by_text(f"step {last}", exact=True).first).to_be_visible()
+    expect(state(page)).to_have_text("finished")
+    expect(page.locator(".sentence")).to_contain_text("The file loads in diffusers.")
+    expect(page.locator(".shots.main figcaption").first).to_contain_text(f"step {last}")
     expect(page.get_by_role("link", name="Report")).to_be_visible()
 
 
@@ -127,8 +126,8 @@ def preview(output: Path, *shots: tuple[int, str]) -> list[MediaRendered]:
 
 def test_previews_grow_compare_and_enlarge(page: Any, project: Workspace, finished: Path) -> None:
     page.reload()
-    expect(page.locator("#comparison .duo")).to_have_count(2)
-    first = page.locator("button.preview").first
+    expect(page.locator(".shots.main .beside")).to_have_count(2)
+    first = page.locator(".shots.main button.preview").first
     first.click()
     viewer = page.locator("#viewer")
     expect(viewer).to_contain_text("a validation")
@@ -138,13 +137,47 @@ def test_previews_grow_compare_and_enlarge(page: Any, project: Workspace, finish
     expect(viewer.locator(".compare")).to_be_visible()
     page.keyboard.press("Escape")
     expect(viewer).to_be_hidden()
+    page.get_by_label("beside").select_option("nothing")
+    expect(page.locator(".shots.main .beside")).to_have_count(0)
     first.evaluate("node => { node.kept = true; node.focus(); }")
     own(finished)
     tell(finished, *STEPS, *preview(finished, (4, "validation"), (4, "bird")))
     expect(state(page)).to_have_text("running")
-    expect(page.locator("button.preview")).to_have_count(6)
+    expect(page.locator(".shots.main figcaption").first).to_contain_text("step 4")
     expect(first).to_have_js_property("kept", True)
     expect(first).to_be_focused()
+
+
+def test_a_slider_shows_the_previews_of_any_step(page: Any, finished: Path) -> None:
+    page.reload()
+    tags = page.locator(".shots.main .step-tag")
+    expect(tags).to_have_text(["step 0", "step 3"] * 2)
+
+    page.get_by_label("beside").select_option("nothing")
+    page.get_by_label("Step of the previews").press("Home")
+    page.get_by_role("button", name="Small").click()
+    page.reload()
+
+    expect(page.get_by_role("button", name="Small")).to_have_attribute("aria-pressed", "true")
+    page.get_by_label("Step of the previews").press("Home")
+    expect(page.locator(".shots.main button.preview").last).to_have_attribute("data-step", "0")
+
+
+def test_cancel_asks_and_says_what_is_lost(page: Any, project: Workspace) -> None:
+    output = project.path("output")
+    output.mkdir()
+    tell(output, *STEPS)
+    own(output)
+    expect(state(page)).to_have_text("running")
+
+    press(page, "Cancel")
+
+    dialog = page.get_by_role("dialog", name="Cancel this run?")
+    expect(dialog).to_contain_text("Loses the 3 steps since the start.")
+    expect(dialog.get_by_role("button", name="Stop and save instead")).to_be_visible()
+    press(page, "Go on training")
+    expect(dialog).to_be_hidden()
+    expect(state(page)).to_have_text("running")
 
 
 def test_unreachable_server_is_not_shown_as_a_running_run(browser: Any, project: Workspace) -> None:
@@ -166,14 +199,14 @@ def test_unreachable_server_is_not_shown_as_a_running_run(browser: Any, project:
         assert page.locator("[data-part=head]").get_attribute("inert") is not None
         tell(output, StateChanged("failed", 3, 9, "The disk is full."))  # while the page was away
         second.enter_context(serving(project.folder, port=port))
-        expect(state(page)).to_have_text("error")
+        expect(state(page)).to_have_text("failed")
         expect(page.locator(".absence")).to_be_hidden()
         expect(page.locator(".run-problems")).to_be_hidden()
 
 
-@pytest.mark.parametrize(("how", "shown"), [("finished", "completed"), ("failed", "error")])
+@pytest.mark.parametrize(("how", "status"), [("finished", "completed"), ("failed", "error")])
 def test_the_page_of_a_run_says_that_it_has_ended(
-    browser: Any, project: Workspace, monkeypatch: pytest.MonkeyPatch, how: Any, shown: str
+    browser: Any, project: Workspace, monkeypatch: pytest.MonkeyPatch, how: Any, status: str
 ) -> None:
     monkeypatch.setattr(
         serve, "SHUTDOWN_SECONDS", PATIENCE
@@ -192,9 +225,9 @@ def test_the_page_of_a_run_says_that_it_has_ended(
         expect(page.get_by_role("alert")).to_contain_text(
             "The run has ended, and its page with it."
         )
-        expect(state(page)).to_have_text(shown)
-        expect(page.locator(".run-list .state")).to_have_class(f"state {shown}")
-        expect(page.locator("[data-part=head]")).to_contain_text("what became of it")
+        expect(state(page)).to_have_text(how)
+        expect(page.locator(".run-list .state")).to_have_class(f"state {status}")
+        expect(page.locator(".run-main")).to_contain_text("what became of it")
         assert page.locator("[data-part=head]").get_attribute("inert") is not None
 
 
@@ -269,7 +302,7 @@ def test_a_run_with_a_sweep_fits_the_screen_of_a_phone(
 ) -> None:
     with opened(browser, project.folder, f"?run={run_id(swept)}#run") as page:
         page.set_viewport_size({"width": 400, "height": 800})
-        expect(page.get_by_text("lowest evaluation loss", exact=True)).to_be_visible()
+        expect(page.get_by_text("lowest loss", exact=True).first).to_be_visible()
         assert page.evaluate("document.documentElement.scrollWidth") <= 400
 
 

@@ -29,7 +29,15 @@ ADDRESSES = (
     "/download/{0}",
     "/download/{0}?step=2&form=comfyui",
 )
-PARTS = ("head", "advice", "results", "curves", "previews", "pair?before=3&after=3", "log")
+PARTS = (
+    "head",
+    "advice",
+    "results",
+    "curves",
+    "previews",
+    "previews?step=3&beside=0&only=shots",
+    "log",
+)
 COMPLETE = RunFolder(evaluated=True, saved="result", swept=True, state="done")
 FILES = (
     EVENTS_FILE,

@@ -74,7 +74,7 @@ def tell(folder: Path, *events: Event) -> None:
 
 def own(folder: Path, **changes: Any) -> None:
     """A lock of this process, or of one that differs from it."""
-    owner = replace(this_process(), since=time.time() - 60, **changes)
+    owner = replace(this_process(), **{"since": time.time() - 60, **changes})
     (folder / LOCK_FILE).write_text(json.dumps(asdict(owner)))
 
 
@@ -207,9 +207,9 @@ def uploaded(folder: Path) -> None:
             "On elsewhere.",
         ),
         (silent_elsewhere, "interrupted", "No heartbeat for 1:0"),
-        (old_record, "cancelled", "Stopped at step 3."),
+        (old_record, "cancelled", "Stopped at step 3; nothing was saved."),
         (refused, "error", "seed: is odd.\nepochs: none."),
-        (stopped_at_once, "cancelled", "Interrupted."),
+        (stopped_at_once, "cancelled", "Cancelled at step 3; nothing was saved."),
         (without_room_for_its_last_event, "error", "no space left on the disk."),
         (killed_after_speaking, "interrupted", "Ended unexpectedly at step 3."),
         (told_by_a_clock_set_back, "completed", "what became of it"),
@@ -279,10 +279,8 @@ def test_a_killed_process_leaves_no_state_behind(tmp_path: Path) -> None:
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     status = run.status()
-    assert (
-        status["message"]
-        == f"Process {process.pid} is stopped. To resume it: kill -CONT {process.pid}"
-    )
+    assert status["sentence"].startswith("Paused: its process was stopped from outside.")
+    assert (status["label"], status["can"]["resume"]) == ("paused", True)
     assert (status["status"], status["progress"]["eta_seconds"]) == ("running", None)
     process.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # nobody has collected it

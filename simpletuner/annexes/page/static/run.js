@@ -3,15 +3,15 @@
 /* global drawCharts, gather, interpolator, items, plots, setAxis, view, viewer */
 
 import { followRun, maySwitch, openConfig } from "./app.js";
-import { api, element, remember, sentences } from "./common.js";
+import { api, ask, element, remember, sentences } from "./common.js";
 
 const pane = document.querySelector(".run-view");
 const problems = pane.querySelector(".run-problems");
 const absence = pane.querySelector(".absence");
 const place = (part) => pane.querySelector(`[data-part="${part}"]`);
 export const parts = {
-  list: { every: 10 }, queue: { every: 5 }, head: { every: 5 }, advice: { every: 60 }, results: { every: 60 }, curves: { every: 60 }, previews: { every: 60 },
-  log: { every: 60 },
+  list: { every: 10 }, queue: { every: 5 }, head: { every: 5 }, advice: { every: 60 }, planned: { every: 600 }, results: { every: 60 }, previews: { every: 60 },
+  curves: { every: 60 }, log: { every: 60 },
 };
 const ofAll = { list: "/runs", queue: "/queue" }; // parts that do not belong to a run
 export let run = new URLSearchParams(location.search).get("run");
@@ -38,7 +38,7 @@ function morph(node, fresh) {
   morphChildren(node, fresh);
 }
 
-function morphChildren(node, fresh) {
+export function morphChildren(node, fresh) {
   const olds = [...node.childNodes];
   const news = [...fresh.childNodes];
   olds.slice(news.length).forEach((each) => each.remove());
@@ -92,13 +92,22 @@ function tellWaiting() {
   }
 }
 
-// The list may be older than the head's state.
+// The list may be older than the head's state, and what follows from the state, too.
 function showHead(node, fresh) {
   morphChildren(node, fresh);
   tellWaiting();
+  arrangeParts();
   const listed = place("list").querySelector(`[data-run="${run}"] .state`);
   const now = node.querySelector(".state"); // none if the part cannot be shown
-  if (listed && now && listed.className !== now.className) want("list", "advice", "results");
+  if (listed && now && listed.className !== now.className) want("list", "advice", "planned", "results", "previews", "log");
+}
+
+// First what one looks for: the previews, or the result of a run that is finished.
+function arrangeParts() {
+  const first = place("head").querySelector("[data-first]")?.dataset.first;
+  const second = { results: "previews", previews: "results" }[first];
+  if (second && place(first).nextElementSibling !== place(second)) place(second).before(place(first));
+  parts.head.every = place("head").querySelector("[data-active]") ? 2 : 5; // the sentence counts seconds
 }
 
 // Renders of a job are part of the results.
@@ -110,7 +119,8 @@ function showQueue(node, fresh) {
 }
 
 const show = {
-  list: morphChildren, queue: showQueue, head: showHead, advice: morphChildren, results: showPreviews, curves: showCurves, previews: showPreviews, log: showLog,
+  list: morphChildren, queue: showQueue, head: showHead, advice: morphChildren, planned: morphChildren, results: showPreviews, curves: showCurves,
+  previews: showPreviews, log: showLog,
 };
 const put = (name, html) => show[name](place(name), parsed(html));
 
@@ -227,7 +237,7 @@ function listen() {
   for (const [type, names] of Object.entries(CONCERNS)) events.addEventListener(type, () => want(...names));
   events.addEventListener("end", end);
   // Events before the connection, or during an interruption, were missed.
-  events.onopen = events.onerror = () => want("head", "advice", "results", "curves", "previews", "log");
+  events.onopen = events.onerror = () => want("head", "advice", "planned", "results", "curves", "previews", "log");
 }
 
 // ---- Buttons ----
@@ -265,12 +275,23 @@ export const forms = {
   },
 };
 
+// Cancel asks, since it cannot be taken back; to stop and save is what one often wants instead.
+async function askToCancel(button) {
+  const dialog = document.getElementById("cancel-run");
+  dialog.querySelector(".what").textContent = button.dataset.loss;
+  dialog.querySelector("[value=stop]").hidden = "cannotStop" in button.dataset;
+  const choice = await ask(dialog);
+  if (choice) send(choice, { run });
+}
+
 pane.addEventListener("click", (event) => {
   const link = event.target.closest("a[data-run]");
   if (link && !event.ctrlKey && !event.metaKey) {
     event.preventDefault();
     choose(link.dataset.run);
   }
+  const cancelling = event.target.closest("[data-cancel]");
+  if (cancelling) askToCancel(cancelling);
   const button = event.target.closest("button[data-press]");
   if (!button) return;
   if (button.dataset.press === "start") startRun({ run });
