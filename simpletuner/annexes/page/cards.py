@@ -50,14 +50,18 @@ def asked_card(name: str) -> AskedDevice:
     """
     if not name:
         return HERE
+    reason = why_unknown(name)
+    if reason:
+        raise Refusal(422, reason)
+    return read_card_or_memory(name, Problems())
+
+
+def why_unknown(name: str) -> str:
+    """Why a card is not known, with the nearest names; empty if it is known."""
     problems = Problems()
-    asked = read_card_or_memory(name, problems)
-    for problem in problems:
-        # The page has no flags.
-        raise Refusal(
-            422, problem.message.replace(ANY_CARD, "For any other, type its memory in GB.")
-        )
-    return asked
+    read_card_or_memory(name, problems)
+    sentence = " ".join(problem.message for problem in problems)
+    return sentence.replace(ANY_CARD, OTHER_CARD)
 
 
 def begin(request: Request, body: dict[str, Any]) -> Response:

@@ -26,6 +26,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from simpletuner.annexes.page.archive import is_archived
+from simpletuner.annexes.page.cards import why_unknown
 from simpletuner.annexes.page.files import Configuration
 from simpletuner.annexes.page.project import (
     EXAMPLE,
@@ -434,6 +435,11 @@ async def plan_unsaved(request: Request) -> Response:
     and is killed when the client disconnects: the page requests a new plan after every change.
     """
     body = await read_object(request)
+    unknown = why_unknown(str(body["device"])) if body.get("device") else ""
+    if unknown:
+        # The command would speak of its flags.
+        problem = {"key": "", "message": unknown, "fatal": True}
+        return JSONResponse({"ok": False, "problems": [problem]})
     project = project_of(request)
     unsaved = await run_in_threadpool(Configuration.sent, project, body)
     _, outside, _ = await run_in_threadpool(unsaved.judge)

@@ -98,6 +98,15 @@ def test_an_unknown_card_is_answered_with_the_nearest_and_without_flags(page: Te
     assert "--" not in problem["message"]
 
 
+def test_a_plan_for_an_unknown_card_is_answered_without_flags(page: TestClient) -> None:
+    document = page.post("/api/plan", json={"device": "5090ti"}).json()
+
+    [problem] = document["problems"]
+    assert not document["ok"]
+    assert problem["message"].startswith("'5090ti' is not a known card. Did you mean '5090', ")
+    assert "--" not in problem["message"]
+
+
 def test_begin_writes_a_config_that_its_plan_accepts(
     page: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
