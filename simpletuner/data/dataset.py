@@ -28,6 +28,7 @@ from simpletuner.data.sample import (
     ADVICE,
     EXPECTED,
     HELD_OUT,
+    NOT_MEDIA,
     UNCAPTIONED,
     LedgerEntry,
     Rejected,
@@ -324,6 +325,15 @@ class Dataset:
             LedgerEntry(self.id, file.name, use=file.detail, note=origins.get(file.name, ""))
             for file in left_out
         ]
+
+    def unused_media(self) -> list[LedgerEntry]:
+        """The lines of the pictures or clips that are neither trained nor held out."""
+        others = {
+            file.name
+            for file in self.rejected
+            if file.reason in NOT_MEDIA or file.reason == HELD_OUT
+        }
+        return [line for line in self.unused_lines() if line.name not in others]
 
     def sizes(self) -> dict[str, int]:
         """Number of samples by training size, as text."""

@@ -26,16 +26,17 @@ ADVICE = {
     CLIP: "Clips are trained by a video model, from a dataset of dataset_type video.",
     PICTURE: "Pictures are trained from a dataset of dataset_type image.",
 }
-# Reasons that are normal in any folder or follow from the config; the ledger lists such files, and
-# no warning names them.
-EXPECTED = {
+# Reasons of files that are neither pictures nor clips of the dataset.
+NOT_MEDIA = {
     "not a picture",
     "not a clip",
     "caption without a file",
     "unused caption",
     "hidden",
-    "not chosen",
 }
+# Reasons that are normal in any folder or follow from the config; the ledger lists such files, and
+# no warning names them.
+EXPECTED = {*NOT_MEDIA, "not chosen"}
 
 # Relative error of rates measured in containers that round times.
 RATE_TOLERANCE = 5e-4

@@ -32,6 +32,7 @@ from simpletuner.data.clips import ClipFacts
 from simpletuner.data.discovery import Scan
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.models.registry import FAMILIES
+from simpletuner.weights.lora_names import LORA_FILE
 from tests.tools.clips import write_clip
 from tests.tools.processes import PATIENCE
 
@@ -60,6 +61,10 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]
     def call(command: Sequence[str]) -> int:
         assert command[:3] == [sys.executable, "-m", "simpletuner"]
         called.append(list(command[3:]))
+        if command[3] == "train":  # its result, which the last lines name
+            output = Path(written(command[4].removeprefix("env="))["output_dir"])
+            output.mkdir(parents=True, exist_ok=True)
+            (output / LORA_FILE).touch()
         return 0
 
     monkeypatch.setattr(start, "run_command", call)
@@ -137,7 +142,7 @@ def test_best_checkpoint_and_strength_are_named_at_the_end(
     assert main(["start", "cat", "--yes"]) == 0
 
     output = capsys.readouterr().out
-    assert f"memorised: {checkpoint}/pytorch_lora_weights.safetensors at strength 0.75\n" in output
+    assert "memorised: checkpoint 300 at strength 0.75.\n" in output
 
 
 def write_sweep(folder: Path, steps: Sequence[int], losses: dict[str, float]) -> None:
@@ -459,6 +464,94 @@ def test_a_dry_run_writes_no_captions_and_shows_the_plan(
     assert "data_backend_config" not in output, "a temporary file"
     assert not commands
     assert written("cat", "multidatabackend.json")[0]["caption_strategy"] == "textfile"
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, **answers: str) -> list[str]:
+    """Answer prompts that contain a word (spaces as underscores), and Enter all others; returns
+    the prompts.
+    """
+    prompts: list[str] = []
+
+    def answer(prompt: str) -> str:
+        prompts.append(prompt)
+        for words, text in answers.items():
+            if words.replace("_", " ") in prompt:
+                return text
+        return ""
+
+    monkeypatch.setattr("builtins.input", answer)
+    return prompts
+
+
+@pytest.mark.parametrize(
+    ("answer", "first"), [("", "caption"), ("caption", "caption"), ("start", "train")]
+)
+def test_start_asks_before_it_leaves_many_files_out(
+    answer: str, first: str, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_pictures(Path("cat"), 8, captions=2)
+    prompts = answering(monkeypatch, left_out=answer)
+
+    assert main(["start", "cat", "--trigger", "zkt, a cat"]) == 0
+
+    asked = "6 of 8 pictures would be left out: 6 without a caption. What shall be done?"
+    assert any(asked in prompt for prompt in prompts)
+    assert commands[0][0] == first
+    assert written("cat", "multidatabackend.json")[0]["caption_strategy"] == "textfile"
+
+
+def test_start_stops_if_the_user_does_not_want_to_leave_files_out(
+    commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    put_pictures(Path("cat"), 8, captions=2)
+    answering(monkeypatch, left_out="stop")
+
+    assert main(["start", "cat", "--trigger", "zkt, a cat"]) == 2
+
+    assert "6 without a caption. Nothing was written." in capsys.readouterr().err
+    assert not Path("config").exists()
+
+
+def test_few_files_without_a_caption_are_left_out_and_counted(
+    commands: list[list[str]], capsys: Capture
+) -> None:
+    put_pictures(Path("cat"), 10, captions=8)
+
+    assert main(["start", "cat", "--yes"]) == 0
+
+    output = capsys.readouterr().out
+    assert "cat: 10 pictures, 1024x1024, 8 captioned\n" in output
+    assert "Left out: 2 files that have no caption." in output
+    assert written("cat")["max_train_steps"] == 600  # 75 for each of the 8
+
+
+def test_a_subject_is_asked_until_the_words_say_what_it_is(
+    commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    put_pictures(Path("cat"), 1)
+    inputs = ["subject", "", "zkt", "zkt, a grey cat"]
+    monkeypatch.setattr("builtins.input", lambda prompt: inputs.pop(0))
+
+    assert main(["start", "cat"]) == 0
+
+    output = capsys.readouterr().out
+    assert "Name it: a made-up word, then what it is, as in: zkt, a grey cat" in output
+    assert "Say what zkt is, too, after a comma, as in: zkt, a grey cat." in output
+    assert written("cat")["preservation_prompt"] == "a grey cat"
+
+
+def test_files_that_the_user_leaves_out_are_not_counted(
+    commands: list[list[str]], capsys: Capture
+) -> None:
+    put_pictures(Path("cat"), 17)
+    Path("cat/exclude.json").write_text('["3.png", "4.png"]')
+
+    assert main(["start", "cat", "--yes"]) == 0
+
+    assert "cat: 15 pictures, 1024x1024, all captioned\n" in capsys.readouterr().out
+    trained = written("cat", "multidatabackend.json")[0]
+    assert trained["exclude_files"] == "exclude.json"
+    assert "hold_out" not in trained, "fewer than 16 are left"
 
 
 def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str]]) -> None:

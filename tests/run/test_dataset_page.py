@@ -114,6 +114,20 @@ def test_the_page_names_files_that_are_not_trained(varied: Workspace) -> None:
     assert re.search(r"notes.*does not have the extension", page)
 
 
+def test_held_out_files_count_once_and_foreign_files_do_not_count(varied: Workspace) -> None:
+    varied.write_datasets([{**CENTER_CROPS, "hold_out": 2}, DATASETS[1]])
+    suffixes = {".png", ".jpg"}
+    pictures = [path for path in varied.path(PICTURES).iterdir() if path.suffix in suffixes]
+
+    read_cards(varied)
+
+    page = varied.path("page.html").read_text()
+    assert f"{len(pictures) - 3} of {len(pictures)} files used." in page  # tiny, silent, broken
+    assert f">all {len(pictures)}</button>" in page
+    assert ">not used 3</button>" in page
+    assert re.search(r"notes.*does not have the extension", page)
+
+
 def test_the_page_marks_files_that_need_a_look(varied: Workspace) -> None:
     cards = read_cards(varied)
 

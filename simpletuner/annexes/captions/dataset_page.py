@@ -23,7 +23,7 @@ from simpletuner.data.file_index import FileFacts
 from simpletuner.data.files import MediaError
 from simpletuner.data.media_checks import NOTICEABLE_ENLARGEMENT
 from simpletuner.data.pictures import fit
-from simpletuner.data.sample import UNCAPTIONED, LedgerEntry
+from simpletuner.data.sample import HELD_OUT, NOT_MEDIA, UNCAPTIONED, LedgerEntry
 from simpletuner.distributed.world import usable_cores
 from simpletuner.planning.plans import Survey
 from simpletuner.reporting.events import EventStream
@@ -59,6 +59,9 @@ KINDS = {
     "cut": "caption cut off",
 }
 
+# The kind of files that are neither pictures nor clips; no button shows them.
+OTHER = "other"
+
 
 @dataclass(frozen=True)
 class Words:
@@ -74,7 +77,7 @@ class FileCard:
     """One file on the page.
 
     Attributes:
-        kinds: remarks, by keys of `KINDS`.
+        kinds: remarks, by keys of `KINDS`, or by `OTHER`.
         source: the picture, or the first frame of a clip, as a data URI; empty if it cannot be
             shown.
         ratio: width / height.
@@ -109,8 +112,9 @@ def write_page(survey: Survey, path: Path, events: EventStream) -> None:
         WriteError: the page cannot be written.
     """
     cards = make_cards(survey, events)
-    for cards_of_dataset in cards.values():
-        mark_blurred(cards_of_dataset)
+    for dataset in survey.datasets:
+        mark_blurred(cards[dataset.id])
+        mark_others(cards[dataset.id], dataset)
     # Near-duplicates are searched across datasets, except partners and masks.
     compared: list[FileCard] = []
     for dataset in survey.datasets:
@@ -143,7 +147,7 @@ def make_cards(survey: Survey, events: EventStream) -> dict[str, list[FileCard]]
     files: list[tuple[Dataset, LedgerEntry]] = []
     for dataset in survey.datasets:
         cards[dataset.id] = []
-        files += [(dataset, entry) for entry in ledger_with_crops(dataset)]
+        files += [(dataset, entry) for entry in shown_files(dataset)]
         for sample in dataset.samples:
             captions[dataset.id, sample.name] = sample.captions
     side = SMALL_SIDE if len(files) > MANY else LARGE_SIDE
@@ -162,6 +166,22 @@ def make_cards(survey: Survey, events: EventStream) -> dict[str, list[FileCard]]
         finally:
             pool.shutdown(cancel_futures=True)
     return cards
+
+
+def shown_files(dataset: Dataset) -> Iterator[LedgerEntry]:
+    """The files of a dataset; held-out ones are shown in the dataset that they form."""
+    held_out = {file.name for file in dataset.rejected if file.reason == HELD_OUT}
+    for entry in ledger_with_crops(dataset):
+        if entry.name not in held_out:
+            yield entry
+
+
+def mark_others(cards: Sequence[FileCard], dataset: Dataset) -> None:
+    """Mark files that are neither pictures nor clips, which do not count as unused."""
+    others = {file.name for file in dataset.rejected if file.reason in NOT_MEDIA}
+    for card in cards:
+        if card.name in others and "unused" in card.kinds:
+            card.kinds[OTHER] = card.kinds.pop("unused")
 
 
 def ledger_with_crops(dataset: Dataset) -> Iterator[LedgerEntry]:

@@ -17,6 +17,7 @@ from simpletuner.budget.budget import Budget, remaining_seconds, remaining_steps
 from simpletuner.budget.device import Device
 from simpletuner.budget.disk import find_writings
 from simpletuner.data.dataset import Dataset
+from simpletuner.data.sample import HELD_OUT
 from simpletuner.errors import Problem
 from simpletuner.planning.plans import Plan
 from simpletuner.reporting.layout import Layout
@@ -142,11 +143,14 @@ def _seconds_in_json(budget: Budget) -> dict[str, float]:
 
 
 def _dataset_in_json(dataset: Dataset) -> dict[str, Any]:
-    left_out = [{"file": entry.name, "reason": entry.use} for entry in dataset.unused_lines()]
+    left_out = [{"file": entry.name, "reason": entry.use} for entry in dataset.unused_media()]
+    held_out = dataset.counts()[HELD_OUT]
     return {
         "id": dataset.id,
-        "files": len(dataset.samples) + len(left_out),
+        # Pictures or clips; others in the folder do not count.
+        "files": len(dataset.samples) + len(left_out) + held_out,
         "used": len(dataset.samples),
+        "held_out": held_out,
         "left_out": left_out[:MOST_LEFT_OUT],
         "trained": dataset.config.is_trained,
         "repeats": dataset.repeats,

@@ -112,15 +112,18 @@ class DroppedFiles:
             return [Fault("unreadable", look.problem, leaves_out=True)]
         fit = self.run.fit
         faults = []
+        # Against the usual size and length of the model: without these files, it would be trained.
         edge = edge_of(look.size, self.run.entry)
-        if edge * ACCEPTED_ENLARGEMENT < self.run.resolution:
+        usual = self.run.settings.get("resolution", fit.usual_resolution)
+        if edge * ACCEPTED_ENLARGEMENT < usual:
             width, height = look.size
             faults.append(Fault("small", f"{width}x{height}", leaves_out=edge < fit.minimum_size))
         if look.clip is not None:
             rate = self.run.spec.frame_rate or 1
-            if look.clip.frames_at(rate) < fit.frames:
-                detail = f"{look.clip.seconds:.1f} s of {fit.frames / rate:.1f} s"
-                faults.append(Fault("short", detail, leaves_out=True))
+            frames = look.clip.frames_at(rate)
+            if frames < fit.usual_frames:
+                detail = f"{look.clip.seconds:.1f} s of {fit.usual_frames / rate:.1f} s"
+                faults.append(Fault("short", detail, leaves_out=frames < fit.frames))
         return faults
 
     @property

@@ -129,7 +129,7 @@ def look(request: Request, body: dict[str, Any]) -> Response:
         "is_new": is_new(project.inside(str(body.get("folder") or "."))),
         "kind": media.kind,
         "described": media.describe(),
-        "notes": [*media.notes(), *proposed.fit.notes(with_remedies=False)],
+        "notes": [*media.notes(), *proposed.fit.page_notes()],
         "smaller": smaller_size(proposed),
         "size": size_in_words(proposed),
         "files": media.usable,

@@ -62,37 +62,46 @@ class Fit:
         """A sentence for everything that differs from the model's usual size and length.
 
         Args:
-            with_remedies: add how to choose otherwise in `start` and on the page.
+            with_remedies: add how to choose otherwise in `start`.
         """
-        for fact, remedy in self._notes():
+        for fact, remedy, _ in self._notes():
             yield f"{fact} {remedy}" if with_remedies else fact
 
-    def _notes(self) -> Iterator[tuple[str, str]]:
-        """Facts and their remedies."""
+    def page_notes(self) -> Iterator[str]:
+        """The same sentences with remedies on the page, where files are left out by a click."""
+        for fact, _, remedy in self._notes():
+            yield f"{fact} {remedy}".strip()
+
+    def _notes(self) -> Iterator[tuple[str, str, str]]:
+        """Facts, their remedies in a terminal, and those on the page."""
         if self.resolution < self.usual_resolution:
             yield (
                 f"Trained at {self.resolution}x{self.resolution} pixels: too many of the "
                 f"{self.noun} are smaller than {self.usual_resolution}x{self.usual_resolution}.",
                 "For that size, take the small ones out of the folder, or enlarge them with "
                 f"resolution={self.usual_resolution}.",
+                "For that size, leave the small ones out.",
             )
         if self.small:
             yield (
                 f"Left out: {self._share(self.small)} smaller than "
                 f"{self.resolution}x{self.resolution}, and would be learned as blur.",
                 f"To train them too, {self._size_with_small}.",
+                "",
             )
         if self.frames < self.usual_frames:
             yield (
                 f"Trained on {counted(self.frames, 'frame')} of each clip instead of "
                 f"{self.usual_frames}: too many clips are shorter.",
                 "For longer ones, take the short clips out of the folder.",
+                "For longer ones, leave the short clips out.",
             )
         if self.short:
             yield (
                 f"Left out: {self._share(self.short)} shorter than "
                 f"{counted(self.frames, 'frame')}.",
                 "To train them too, lower num_frames and min_frames in multidatabackend.json.",
+                "",
             )
 
     @property

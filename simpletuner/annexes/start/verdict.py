@@ -10,7 +10,9 @@ from tempfile import TemporaryDirectory
 
 from simpletuner.annexes.fitting.ready import needs_consent, plan_that_fits
 from simpletuner.annexes.start.new_run import FILES, NewRun
-from simpletuner.budget.budget import Budget
+from simpletuner.annexes.start.recipe import TITLES
+from simpletuner.budget.budget import Budget, remaining_seconds
+from simpletuner.budget.device import gigabytes
 from simpletuner.config.sources import Arguments, config_from_values
 from simpletuner.errors import ConfigError
 from simpletuner.reporting.wording import duration_text
@@ -58,8 +60,9 @@ def judge_new_run(run: NewRun) -> Verdict:
         if any(problem.where == "memory" for problem in error.problems):
             return Verdict(False, "does not fit this machine")
         return Verdict(False, "cannot be planned")
-    time = duration_text(budget.step_seconds * budget.plan.length.total_steps)
+    time = f"about {duration_text(sum(remaining_seconds(budget)))}"
     if not budget.device.is_gpu:
-        words = f"no GPU here: about {time} on the CPU, without previews"
+        words = f"no GPU here: {time} on the CPU, with previews"
         return Verdict(not needs_consent(budget), words)
-    return Verdict(True, f"fits, about {time} without previews")
+    memory = gigabytes(max(phase.needed(budget.device) for phase in budget.phases))
+    return Verdict(True, f"fits, {time} with previews, up to {memory}; {TITLES[run.example]}")

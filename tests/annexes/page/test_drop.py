@@ -129,7 +129,7 @@ def test_the_other_copy_is_no_duplicate_once_one_is_left_out(page: TestClient) -
 
     leave_out(page, folder, kind="duplicate")
 
-    assert faults_of(page, folder) == {"b.png": [], "c.png": []}
+    assert faults_of(page, folder) == {"b.png": ["small"], "c.png": []}
 
 
 def test_few_small_pictures_are_said_to_be_left_out(page: TestClient) -> None:

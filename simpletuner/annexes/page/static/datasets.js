@@ -116,9 +116,9 @@ export function tellLedger(datasets = []) {
     const found = datasets.find((each) => each.id === state.datasets.entries[index].id), left = found?.left_out ?? [];
     const badge = card.querySelector(".used"), ledger = card.querySelector(".ledger");
     badge.hidden = !found;
-    badge.textContent = found && `${found.used} of ${found.files} files used${found.learned === null ? "" : `, ${(100 * found.learned).toPrecision(3)} % learned`}`;
+    badge.textContent = found && `${found.used} of ${found.files} files used${found.held_out ? `, ${found.held_out} held out` : ""}${found.learned === null ? "" : `, ${(100 * found.learned).toPrecision(3)} % learned`}`;
     ledger.hidden = !left.length;
-    ledger.querySelector("summary").textContent = found && `${found.files - found.used} of ${found.files} files not used`;
+    ledger.querySelector("summary").textContent = found && `${found.files - found.used - found.held_out} of ${found.files} files not used`;
     ledger.querySelector("ul").replaceChildren(...left.map(({ file, reason }) => element("li", {}, element("span", { className: "key", textContent: file }), ` ${reason}`)));
   });
 }

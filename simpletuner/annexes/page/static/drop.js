@@ -1,7 +1,7 @@
 // The files of a drop as thumbnails: what is wrong with them, and the choice of those that are left out.
 import { api, element, page, sentences } from "./common.js";
 
-const AT_FIRST = 24; // files shown
+const AT_FIRST = matchMedia("(max-width: 600px)").matches ? 12 : 24; // files shown
 const MORE = 60; // further ones, and files in an answer of the server
 const MOST_LOCAL = 200; // thumbnails that the browser makes itself; of the others, the server makes them as they come into view
 const SIDE = 240; // of a thumbnail, in pixels
@@ -13,13 +13,16 @@ let drawn = new Map(); // thumbnails made here, by name
 const words = JSON.parse(page("#start-words").textContent); // translations, by English text
 export const say = (text, values = {}) => (words[text] ?? text).replace(/{(\w+)}/g, (_, name) => values[name]);
 
+// The name of a file, without its middle if it is long.
+const brief = (name) => (name.length > 22 ? `${name.slice(0, 10)}…${name.slice(-10)}` : name);
+
 // By kind: the title of its button, and the words on a thumbnail.
 const FAULTS = {
   unreadable: [say("Unreadable"), (detail) => say("unreadable: it {detail}", { detail })],
   small: [say("Small"), (detail) => say("small: {detail}", { detail })],
   short: [say("Too short"), (detail) => say("too short: {detail}", { detail })],
   blurred: [say("Blurred"), () => say("blurred")],
-  duplicate: [say("Duplicates"), (detail) => say("looks like {detail}", { detail })],
+  duplicate: [say("Duplicates"), (detail) => say("looks like {detail}", { detail: brief(detail) })],
   uncaptioned: [say("No caption"), () => say("no caption")],
   out: [say("Left out"), () => ""],
 };
