@@ -129,7 +129,6 @@ def write_page(survey: Survey, path: Path, events: EventStream) -> None:
         survey=survey,
         cards=cards,
         counts=counts,
-        blurred=BLURRED,
         kinds=KINDS,
         max_tokens=survey.spec.captions.room(survey.config.text),
         has_tokenizer=tokenizer_file(survey) is not None,

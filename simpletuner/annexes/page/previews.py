@@ -157,7 +157,7 @@ def all_previews(run: Run, page: str) -> dict[str, Any]:
     return {
         "grid": grid_of(run, shown),
         "pages": pages,
-        "page": page,
+        "page": page if page in pages else "",
         "damage": describe_damage(run.folder / MEDIA_FILE),
     }
 

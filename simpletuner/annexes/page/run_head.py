@@ -96,6 +96,8 @@ def loss_of(run: Run, status: Mapping[str, Any]) -> str:
     step = status["progress"]["current"]
     saved = saved_step(run)
     lost = step - saved
+    if status["status"] == "starting":
+        return "Nothing is lost: no step has been trained since it was started."
     if lost <= 0 and saved:
         return f"Nothing is lost: step {saved:,} is saved."
     if lost <= 0:

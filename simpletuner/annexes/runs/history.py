@@ -109,7 +109,7 @@ class RunHistory:
             self.first = event["id"]
             self.began = time_of(event)
         self.id = event["id"]
-        self.at = time_of(event)
+        self.at = time_of(event) or self.at
         match event["type"]:
             case "training.status" if "progress" in event:
                 self._add_progress(event)
@@ -164,7 +164,9 @@ class RunHistory:
 
 
 def time_of(event: Mapping[str, Any]) -> float:
-    """The Unix time of an event; raises if its timestamp is invalid."""
+    """The Unix time of an event; 0 without a timestamp; raises if it is invalid."""
+    if "timestamp" not in event:
+        return 0.0
     return datetime.fromisoformat(str(event["timestamp"])).timestamp()
 
 

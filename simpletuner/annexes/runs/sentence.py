@@ -74,6 +74,8 @@ def training(history: RunHistory, progress: Mapping[str, Any], clock: float) -> 
     step = progress["current"]
     total = progress["total"]
     turn = running_turn(history)
+    if history.status == "stopping":
+        return _stopping(turn, history, progress, clock)
     if turn is not None:
         return _between_steps(turn, history, progress, clock)
     if total is not None and step >= total:
@@ -98,6 +100,14 @@ def _between_steps(
     if progress["eta_seconds"] is not None:
         rest += f", {left_text(time_left(history, progress, clock))} in all"
     return Now(stage_name(turn), f"{sentence} Then training goes on: {rest}.", step, total)
+
+
+def _stopping(
+    turn: StageTurn | None, history: RunHistory, progress: Mapping[str, Any], clock: float
+) -> Now:
+    """What a run still does that was asked to stop."""
+    rest = f"{stage_text(turn, history, clock)}." if turn else "The last step is being saved."
+    return Now("Stopping", f"Stopping. {rest}", progress["current"], progress["total"])
 
 
 def steps_text(progress: Mapping[str, Any]) -> str:

@@ -541,7 +541,7 @@ def test_a_person_samples_and_orders_the_queue(
     expect = pytest.importorskip("playwright.sync_api").expect
     with opened(browser, project.folder, f"?run={run_id(finished)}#run") as page:
         page.get_by_text("Sample with your own prompts").click()
-        page.get_by_label("Prompts, one a line").first.fill("a bird\nan owl")
+        page.get_by_label("Prompts, one a line").filter(visible=True).fill("a bird\nan owl")
         page.get_by_role("button", name="Sample", exact=True).click()
         jobs = page.locator(".queue li")
         expect(jobs).to_contain_text(["running"])

@@ -101,6 +101,7 @@ def test_a_run_is_queued_rather_than_started_beside_another(
             "Encoding captions: 0 of 27.",
         ),
         (STEPS[:2], "Training, step 0 of 9."),
+        ((*STEPS, StateChanged("stopping", 3, 9)), "Stopping. The last step is being saved."),
         (STEPS, "Training, step 3 of 9, about 12 s left."),
         (
             (*STEPS, ROUND, PhaseAdvanced(ROUND, 4)),

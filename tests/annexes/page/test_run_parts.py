@@ -118,7 +118,8 @@ def test_every_part_of_every_kind_of_run_is_shown(page: TestClient, tmp_path: Pa
         assert ("<h2>Result</h2>" in parts["results"]) == (run.saved != "nothing"), run.name
         assert ("<h2>Checkpoints compared</h2>" in parts["results"]) == run.swept, run.name
         # The best is marked among weights that exist, and only near a measured step.
-        is_shown = run.saved == "result" or (run.saved == "checkpoint" and run.swept)
+        is_saved = run.state == "stopped" and run.media != "nothing"
+        is_shown = run.saved == "result" or (run.saved == "checkpoint" and (run.swept or is_saved))
         assert (">lowest loss<" in parts["results"]) == (run.evaluated and is_shown), run.name
 
 

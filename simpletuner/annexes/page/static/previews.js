@@ -43,9 +43,9 @@ async function showStep() {
   request?.abort();
   request = new AbortController();
   const path = `/runs/${encodeURIComponent(run)}/previews?${query()}&only=shots`;
-  const answer = await fetch(path, { signal: request.signal }).catch(() => null);
-  if (!answer?.ok) return;
-  const fresh = parsed(await answer.text()).querySelector(".shots.main");
+  // An abort, by the next step, rejects either promise.
+  const html = await fetch(path, { signal: request.signal }).then((answer) => (answer.ok ? answer.text() : "")).catch(() => "");
+  const fresh = parsed(html).querySelector(".shots.main");
   if (fresh) morphChildren(place.querySelector(".shots.main"), fresh);
   arrange();
   gather();

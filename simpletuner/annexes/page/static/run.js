@@ -106,8 +106,14 @@ function showHead(node, fresh) {
 function arrangeParts() {
   const first = place("head").querySelector("[data-first]")?.dataset.first;
   const second = { results: "previews", previews: "results" }[first];
-  if (second && place(first).nextElementSibling !== place(second)) place(second).before(place(first));
+  if (second && place(first).nextElementSibling !== place(second)) moveAbove(place(first), place(second));
   parts.head.every = place("head").querySelector("[data-active]") ? 2 : 5; // the sentence counts seconds
+}
+
+// Moves the part without focus, which would lose it.
+function moveAbove(first, second) {
+  if (second.contains(document.activeElement)) second.before(first);
+  else first.after(second);
 }
 
 // Renders of a job are part of the results.
