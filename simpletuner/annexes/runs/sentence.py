@@ -176,7 +176,7 @@ def left_text(seconds: float) -> str:
 
 def elapsed_text(since: float, clock: float) -> str:
     """`, for 12 s`; empty for a stage that has just begun."""
-    seconds = clock - since
+    seconds = clock - since if since else 0.0
     return f", for {about_text(seconds)}" if seconds >= PATIENCE else ""
 
 
@@ -188,7 +188,7 @@ def finished(steps: int, history: RunHistory, file: str) -> str:
     """
     time = ""
     # Of a run of several sessions, the events have only the last one.
-    if history.id and history.start_step == 0:
+    if history.began and history.start_step == 0:
         time = f" in {clock_text(history.at - history.began)}"
     text = f"Finished: {counted(steps, 'step')}{time}."
     return f"{text} The {file} loads in diffusers." if file else text
