@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
@@ -40,7 +41,7 @@ from simpletuner.annexes.page.project import (
 from simpletuner.annexes.payloads import EVENTS_FILE, last_id
 from simpletuner.annexes.runs.console import CONSOLE_FILE, PROMPT
 from simpletuner.annexes.runs.run import Run
-from simpletuner.annexes.runs.state import ACTIVE
+from simpletuner.annexes.runs.state import ACTIVE, ENDED
 from simpletuner.atomic import write_json
 from simpletuner.config.load import canonical
 from simpletuner.config.records import without_removed
@@ -87,6 +88,7 @@ NOT_IN_LOOP = (
     "The run is starting, stopping or done with its last step. It can do this only between "
     "two steps."
 )
+SIGNAL_SECONDS = 3.0  # within which a run usually takes a signal
 PROGRAM = (sys.executable, "-m", "simpletuner")
 
 
@@ -340,9 +342,26 @@ def cancel(run: Run) -> None:
     pid = run.pid
     if pid is None:
         raise Refusal(400, NOTHING_RUNS)
-    # SIGINT requests a stop, SIGTERM then interrupts; two equal signals might be merged. A process
-    # that was stopped from outside receives them only once it goes on.
-    send(pid, signal.SIGINT, signal.SIGTERM, signal.SIGCONT)
+    # A process that was stopped from outside receives the signal only once it goes on.
+    send(pid, signal.SIGINT, signal.SIGCONT)
+    # Between steps, the first signal only asks for a stop, and the second one interrupts. It must
+    # not be sent before the first one is handled, or they would be merged.
+    if not _ends_soon(run, pid):
+        send(pid, signal.SIGINT)
+
+
+def _ends_soon(run: Run, pid: int) -> bool:
+    """Wait until a run has taken a first signal; returns whether that has ended it."""
+    deadline = time.monotonic() + SIGNAL_SECONDS
+    time.sleep(0.1)  # it may be stopping already, by a request
+    while time.monotonic() < deadline:
+        state = run.read().status
+        if run.pid != pid or state in ENDED:
+            return True
+        if state == "stopping":
+            return False
+        time.sleep(0.05)
+    return False
 
 
 def resume(run: Run) -> None:

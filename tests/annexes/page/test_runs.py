@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from simpletuner.annexes.page.control import ask, refuse_if_busy
+from simpletuner.annexes.page.control import ask, cancel, refuse_if_busy
 from simpletuner.annexes.page.live import drawn
 from simpletuner.annexes.page.project import Refusal
 from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads, last_id
@@ -343,6 +343,38 @@ def test_session_without_events_is_starting_and_can_be_stopped(
         assert run.status()["status"] == "starting"
         tell(tmp_path, *STEPS)
         assert run.status()["status"] == "running"
+
+
+IN_A_LONG_STEP = """
+import sys, time
+from pathlib import Path
+from simpletuner.distributed.requests import Stop, signals_as_interrupt, stop_on_interrupt
+from simpletuner.reporting.events import StateChanged
+from tests.annexes.page.test_runs import STEPS, tell
+folder = Path(sys.argv[1])
+announce = lambda: tell(folder, *STEPS, StateChanged("stopping", 3, 9))
+with signals_as_interrupt(), stop_on_interrupt(Stop(), announce):
+    print("ready", flush=True)
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        sys.exit(7)
+"""
+
+
+def test_cancel_interrupts_the_step_that_a_stop_would_finish(tmp_path: Path) -> None:
+    tell(tmp_path, *STEPS)
+    start_from_the_page(tmp_path)
+    run = Run("run", tmp_path, written_by="config")
+    command = [sys.executable, "-c", IN_A_LONG_STEP, str(tmp_path)]
+    run.child = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert run.child.stdout is not None
+    run.child.stdout.readline()
+
+    cancel(run)
+
+    assert run.child.wait(PATIENCE) == 7
+    run.child.stdout.close()
 
 
 def lengthen(folder: Path, count: int) -> None:
