@@ -18,6 +18,7 @@ from simpletuner.budget.device import find_device
 from simpletuner.cli.app import main
 from simpletuner.config.device import AskedDevice
 from simpletuner.config.sources import example_names
+from tests.annexes.page.page import opened
 
 SHOWN = {("Kandinsky 5 Video Lite", "full"), ("Sana Video 480p", "full")}
 BEGIN = {"model": "Kandinsky 5 Video Lite", "kind": "full", "size": "768x512@33"}
@@ -153,3 +154,26 @@ def test_examples_are_grouped_and_told_in_words(page: TestClient) -> None:
     shown = text_of(html)
     assert "Kandinsky 5 Image: a subject or a style the usual choice; from 24 GB; " in shown
     assert "kandinsky5-video-lite-full-8gpu" not in shown
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("asked_cards")
+def test_a_card_that_is_typed_leads_to_a_config_that_is_open(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect = pytest.importorskip("playwright.sync_api", reason="needs Playwright").expect
+    monkeypatch.chdir(tmp_path)
+    with opened(browser, tmp_path.resolve()) as page:
+        card = page.get_by_label("Card, or memory in GB")
+        card.fill("5090ti")
+        card.press("Enter")
+        expect(page.locator("#cards-told")).to_contain_text("Did you mean '5090'")
+
+        card.fill("4060")
+        card.press("Enter")
+        page.get_by_role(
+            "button", name="Begin with Kandinsky 5 Video Lite, full, 768x512, 33 frames"
+        ).click()
+
+        expect(page.locator("#config")).to_have_value("kandinsky5-video-lite-full-24gb")
+    assert (tmp_path / "config" / "kandinsky5-video-lite-full-24gb" / "config.json").is_file()
