@@ -95,9 +95,9 @@ class VideoConfig(Group):
     max_frames: Integer | None = option(None, ge=1)
     """Longer clips are left out."""
     frame_rate: Number | None = option(None, aliases=("framerate",), gt=0, le=1000)
-    """Frames per second."""
+    """Frames taken from each second of a clip."""
     is_i2v: Flag | None = common(None, label="First Frame Is the Condition")
-    """Frame 0 is the condition."""
+    """Train image-to-video: the first frame is given, the rest is learned."""
     bucket_strategy: Literal["aspect_ratio", "resolution_frames"] = option("aspect_ratio")
     """How clips are grouped into buckets."""
     frame_interval: Integer | None = option(None, ge=1)
@@ -193,11 +193,13 @@ class DatasetConfig(SharedKeys, RemoteKeys):
     """Dataset"""
 
     id: Text = common(..., label="ID")
-    """Unique name of the dataset."""
+    """What messages and folders call this dataset; no other may have the same."""
     type: Literal["local", SourceName] = option("local")
-    """Where the files are."""
+    """local: a folder of this machine. csv and huggingface: files that are fetched."""
     dataset_type: DatasetType = common("image", label="Dataset Type")
-    """What the entry holds."""
+    """Pictures, clips, held-out files (eval), what samples are paired with (conditioning), or a
+    cache.
+    """
     disabled: Flag = option(False, aliases=("disable",))
     """Skip this entry without looking at its paths."""
     default: Flag = option(False, requires=when(dataset_type="text_embeds"))
@@ -209,7 +211,9 @@ class DatasetConfig(SharedKeys, RemoteKeys):
     instance_data_dir: PathText | None = common(None, label="Folder")
     """Folder of the pictures or clips; includes subfolders."""
     caption_strategy: CaptionStrategy | None = common(None)
-    """Where captions come from."""
+    """textfile: a text beside each file. filename: the file's name. instanceprompt: the same words
+    for all. The others read a table.
+    """
     disable_multiline_split: Flag = option(False, requires=when(caption_strategy="textfile"))
     """Use the whole text file as one caption."""
     prepend_instance_prompt: Flag | None = option(None)
@@ -221,9 +225,9 @@ class DatasetConfig(SharedKeys, RemoteKeys):
     parquet: ParquetConfig | None = option(None, requires=when(metadata_backend="parquet"))
     """The table behind metadata_backend parquet."""
     resolution: Number | None = common(None, gt=0, le=LARGEST_SIZE)
-    """Target size of buckets."""
+    """Size at which files are trained. Larger learns finer detail, and needs memory and time."""
     resolution_type: Literal["pixel", "area", "pixel_area"] | None = common(None)
-    """What resolution measures."""
+    """What the size means: short edge, megapixels, or edge of a square of equal area."""
     aspect_bucket_rounding: Integer | None = option(None, ge=1, le=9)
     """Decimals of a bucket's ratio."""
     aspect_bucket_alignment: Alignment | None = option(None)
@@ -231,7 +235,9 @@ class DatasetConfig(SharedKeys, RemoteKeys):
     crop: Flag = option(False)
     """Crop to a ratio; false keeps the picture's ratio."""
     crop_aspect: Literal["square", "preserve", "closest", "random"] = cropped("square")
-    """Which ratio to crop to."""
+    """The shape to crop to: a square, the closest or a random one of crop_aspect_buckets, or the
+    picture's own (preserve).
+    """
     crop_aspect_buckets: Ratios | None = listed(None)
     """Ratios, or {aspect, weight} with weights summing to 1."""
     crop_style: Literal["random", "center", "centre", "corner", "face"] = cropped("random")
@@ -245,7 +251,7 @@ class DatasetConfig(SharedKeys, RemoteKeys):
     repeats: Integer | None = trained(None, ge=0, le=MOST_REPEATS, common=True)
     """Extra passes: a sample is seen repeats + 1 times per epoch."""
     probability: Number = trained(1.0, ge=0, le=1e6)
-    """Sampling weight relative to other datasets."""
+    """How often this dataset is drawn, relative to the others."""
     train_batch_size: Integer | None = trained(None, ge=1)
     """Batch size of this dataset."""
     max_num_samples: Integer | None = option(None, ge=1)

@@ -35,7 +35,7 @@ class LaunchConfig(Group):
     dynamo_mode: Text | None = common(None)
     """Mode of inductor: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs."""
     dynamo_fullgraph: Flag = option(False)
-    """Fail on graph breaks."""
+    """Stop with an error where the compiler would have to split a block."""
     dynamo_dynamic: Flag = option(False)
     """Compile with dynamic shapes for every size, not only for the token count."""
     fsdp_enable: Flag = option(

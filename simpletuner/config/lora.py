@@ -20,17 +20,18 @@ class LoraConfig(Group):
     requires = when(model_type="lora", because="model_type full trains every weight and no LoRA")
 
     lora_rank: Integer = ranked(16, ge=1, common=True)
-    """Rank of the update matrices. For lokr, half the larger factor or more trains that factor in
-    full."""
+    """How much the LoRA can hold. Higher learns finer detail, makes larger files and overfits
+    sooner. For lokr, half the larger factor or more trains that factor in full.
+    """
     lora_alpha: Number | None = ranked(None, gt=0, le=1e6, default_note="the rank", common=True)
-    """Scale is alpha / rank."""
+    """The update is multiplied by alpha / rank: by 1 if both are equal."""
     lora_dropout: Number = common(
         0.0,
         ge=0,
         lt=1,
         requires=when(lora_type="standard", because="LyCORIS has its own", fatal=True),
     )
-    """Dropout before the update."""
+    """Share of the LoRA's inputs that is zeroed at random in each step, against overfitting."""
     lora_init_type: Literal["default", "gaussian", "loftq", "olora", "pissa"] = standard(
         "default",
         aliases=("lora_initialisation_style",),
@@ -103,7 +104,7 @@ class LoraConfig(Group):
     )
     """LoRA to start from: a file, a folder or `repo[:file]` on the hub, such as Kandinsky's own."""
     init_lora_step: Integer = option(0, ge=0, requires=when("init_lora"))
-    """Step number of that LoRA."""
+    """Steps that the LoRA of init_lora was trained for; they count as trained."""
 
     @property
     def starts_from_base(self) -> bool:

@@ -17,7 +17,7 @@ class LossConfig(Group):
     """Loss"""
 
     loss_type: Literal["l2", "huber", "smooth_l1"] = common("l2")
-    """Distance between prediction and target."""
+    """How an error counts: l2 by its square; huber and smooth_l1 count large errors less."""
     huber_schedule: Literal["snr", "exponential", "constant"] = huber("snr")
     """How huber_c depends on the timestep."""
     huber_c: Number = huber(0.1, gt=0, le=1000, common=True)

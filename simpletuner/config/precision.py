@@ -117,7 +117,9 @@ class PrecisionConfig(Group):
     """Device that quantises; same results. accelerator moves one block at a time to the device,
     pipeline one layer."""
     gradient_checkpointing: Flag = common(True)
-    """Recompute block activations in the backward pass; same gradients."""
+    """Compute activations again in the backward pass instead of keeping them: far less memory,
+    slower steps, same gradients.
+    """
     gradient_checkpointing_interval: Integer | None = recomputed(
         None, ge=1, default_note="all blocks"
     )

@@ -135,14 +135,19 @@ class ModelConfig(Group):
             ("lokr", "lycoris"), "is a kind of LoRA: set model_type lora, and the kind as lora_type"
         ),
     )
-    """What is trained: a LoRA on the frozen model, or every weight of the transformer."""
+    """A LoRA is a small file on top of the frozen model; full trains every weight, which needs far
+    more memory and disk.
+    """
     model_family: Text = common(...)
-    """Model family: kandinsky5-image (pictures, edits), kandinsky5-video (clips), or sanavideo
-    (480p clips). `_` for `-` and any letter case are accepted."""
+    """kandinsky5-image makes pictures and edits, kandinsky5-video clips, sanavideo clips of 480p.
+    `_` for `-` and any letter case are accepted.
+    """
     model_flavour: Text | None = common(
         None, aliases=("model_flavor",), default_note="the family's first"
     )
-    """Checkpoint of the family."""
+    """The published checkpoint to train on: what it makes, how large it is, and what it is tuned
+    for.
+    """
     pretrained_model_name_or_path: PathText | None = common(None, default_note="of the flavour")
     """Hub id or folder of a diffusers checkpoint; overrides the flavour."""
     pretrained_vae_model_name_or_path: PathText | None = option(None, default_note="the model path")
@@ -165,17 +170,17 @@ class RunOptions(Group):
     output_dir: PathText = common("simpletuner-results")
     """Folder for all output of the run; created if missing."""
     logging_dir: PathText = common("logs", requires=unless(report_to=("none", "simpletuner")))
-    """Folder for tracker files."""
+    """Where trackers such as TensorBoard keep their files."""
     cache_dir: PathText | None = common(None, default_note="`<output_dir>/cache`")
-    """Folder for all caches."""
+    """Where encoded captions, pictures and clips are kept, to be encoded once only."""
     cache_dir_text: PathText | None = option(None, default_note="`<cache_dir>/text`")
-    """Folder for text embeds."""
+    """Folder for encoded captions."""
     cache_dir_vae: PathText | None = option(None, default_note="`<cache_dir>/vae`")
-    """Folder for latents."""
+    """Folder for encoded pictures and clips."""
     data_backend_config: PathText | None = common(
         None, default_note="multidatabackend.json beside the config", label="Dataset File"
     )
-    """The dataset file."""
+    """JSON file that lists the datasets: their folders, captions and sizes."""
     # A seed is not a quantity, so LARGEST_NUMBER does not apply.
     seed: Integer | None = common(None, ge=-1, le=math.inf)
     """The same seed gives the same data order, noise and initial weights. 0 takes it from the
@@ -195,22 +200,26 @@ class ScheduleConfig(Group):
     """Schedule"""
 
     train_batch_size: Integer = common(1, ge=1, label="Batch Size")
-    """Samples per device and micro-step; a dataset may override it."""
+    """Samples trained at once on each device: more give steadier steps and need more memory. A
+    dataset may override it.
+    """
     gradient_accumulation_steps: Integer = common(1, ge=1)
-    """Micro-steps per optimizer step, which is one global step."""
+    """Batches whose gradients make one step: the effect of a larger batch in the memory of one."""
     max_train_steps: Integer | None = common(None, ge=0, label="Steps")
-    """Optimizer steps of the run; 0 or unset: set by the number of epochs."""
+    """How long to train. More steps learn more, until the model repeats its data. 0 or unset: set
+    by the number of epochs.
+    """
     num_train_epochs: Integer | None = common(
         None, ge=0, default_note="1 without max_train_steps", label="Epochs"
     )
-    """Passes over the data, if max_train_steps is unset or 0."""
+    """Passes over all data, if max_train_steps is unset or 0."""
 
 
 class CheckpointConfig(Group):
     """Checkpoints"""
 
     checkpoint_step_interval: Integer = common(500, aliases=("checkpointing_steps",), ge=1)
-    """Steps between saves."""
+    """Steps between checkpoints, from which one continues, samples or compares."""
     checkpoint_epoch_interval: Integer | None = option(None, ge=1)
     """Also save after every n-th epoch."""
     checkpoints_total_limit: Integer = common(5, aliases=("save_total_limit",), ge=0)
@@ -236,19 +245,19 @@ class OptimizerConfig(Group):
     optimizer_config: Text | None = option(None)
     """Optimizer settings as "key=value,key=value"."""
     optimizer_beta1: Number | None = option(None, ge=0, lt=1)
-    """Only together with optimizer_beta2."""
+    """Decay of the average gradient; set it only together with optimizer_beta2."""
     optimizer_beta2: Number | None = option(None, ge=0, lt=1)
-    """Only together with optimizer_beta1."""
+    """Decay of the average squared gradient; set it only together with optimizer_beta1."""
     adam_beta1: Number | None = option(None, ge=0, lt=1, default_note="0.9")
-    """For Adam kinds."""
+    """Decay of the average gradient in optimizers of the Adam kind."""
     adam_beta2: Number | None = option(None, ge=0, lt=1, default_note="0.999 for plain adamw")
-    """For Adam kinds."""
+    """Decay of the average squared gradient in optimizers of the Adam kind."""
     adam_weight_decay: Number | None = option(
         None, ge=0, le=100, default_note="0.01 for plain adamw"
     )
-    """For Adam kinds."""
+    """How strongly optimizers of the Adam kind pull weights towards 0."""
     adam_epsilon: Number | None = option(None, gt=0, le=1, default_note="1e-8 for plain adamw")
-    """For Adam kinds."""
+    """Added to the denominator in optimizers of the Adam kind, against division by 0."""
     optimizer_release_gradients: Flag = option(
         False,
         requires=when(model_type="full", because="the gradients of a LoRA are small", fatal=True),
@@ -277,7 +286,9 @@ class OptimizerConfig(Group):
     learning_rate: Number | None = common(
         None, gt=0, le=1000, default_note="1e-4 for lora, 5e-5 for full"
     )
-    """Peak learning rate."""
+    """How far each step moves the weights, after the warm-up. Too high diverges or burns in, too
+    low learns nothing.
+    """
     lr_scale: Flag = option(False)
     """Multiply the learning rate by processes x accumulation x batch."""
     lr_scale_sqrt: Flag = option(False, excludes=when("lr_scale"))
@@ -326,9 +337,9 @@ class EmaConfig(Group):
     use_ema: Flag = common(False, label="EMA")
     """Keep an exponential moving average of the trained weights."""
     ema_validation: Literal["none", "ema_only", "comparison"] = common("comparison")
-    """Weights that validation renders with."""
+    """Render previews with the trained weights (none), their average (ema_only), or both."""
     ema_update_interval: Integer = option(1, ge=1)
-    """Update when global_step is a multiple."""
+    """Steps between updates of the average."""
     # The schedule of TensorFlow's ExponentialMovingAverage with num_updates.
     ema_decay: Number = common(0.995, ge=0, le=0.9999)
     """Upper limit of the decay min((1+n)/(10+n), ema_decay) with n = step - 1."""
@@ -537,40 +548,41 @@ class ValidationConfig(Group):
         None,
         aliases=("validation_steps",),
         ge=1,
+        label="Preview Interval",
         default_note=(
             "up to eight times between start and end, so that previews take a tenth of the run; "
             "not with validation_epoch_interval"
         ),
     )
-    """Render when global_step is a multiple."""
+    """Steps from one round of previews to the next."""
     validation_epoch_interval: Integer | None = option(None, ge=1)
-    """Render after every n-th epoch."""
-    validation_prompt: Text | None = common(None)
-    """Primary prompt; its files are named `validation`."""
+    """Epochs from one round of previews to the next."""
+    validation_prompt: Text | None = common(None, label="Preview Prompt")
+    """What previews show, in words; their files are named `validation`."""
     user_prompt_library: PathText | None = common(None)
-    """JSON file that maps nicknames to prompts."""
+    """JSON file of more prompts for previews, each with a short name."""
     validation_prompt_library: Flag = option(False)
     """Also render a built-in list of prompts."""
     validation_negative_prompt: Text | None = of_family(requires=guided)
-    """Negative prompt, which guidance steers away from."""
+    """What previews should not show: guidance steers away from it."""
     validation_seed: Integer | None = common(
         None, default_note="`seed`", requires=unless("validation_randomize")
     )
-    """Seed of previews."""
+    """The same seed makes previews of different steps comparable."""
     validation_randomize: Flag = previewed(False)
-    """Use a new seed for every validation."""
+    """Use a new seed for every round of previews."""
     validation_seed_source: Literal["cpu", "gpu"] = option("cpu")
-    """Device of the noise generator."""
+    """Where the noise of previews is drawn: cpu and gpu make other pictures of the same seed."""
     validation_guidance: Number | None = of_family(ge=1, le=100)
-    """Guidance scale."""
+    """How closely previews follow their prompt; too high makes them harsh."""
     validation_num_inference_steps: Integer | None = of_family(ge=1, le=NOISE_LEVELS)
-    """Sampling steps."""
+    """Steps in which the sampler draws a preview: more take longer and show finer detail."""
     validation_resolution: Sizes | None = of_family(form="text")
     """N, WxH or a comma-separated list; previews have exactly this size."""
     validation_num_video_frames: Integer | None = of_family(ge=1, le=10_000)
     """Frames of a preview clip, 4k+1; 8k+1 for 2b-720p."""
     framerate: Integer | None = of_family(aliases=("frame_rate",), ge=1, le=1000)
-    """Frames per second of clips."""
+    """Frames per second at which clips are read and previews play."""
     validation_using_datasets: Flag = option(False)
     """Use pictures of a dataset as conditions for previews."""
     eval_dataset_id: TextList | None = option(None)
@@ -582,7 +594,7 @@ class ValidationConfig(Group):
     disable_benchmark: Flag = previewed(False)
     """Do not render previews of the untrained model at step 0."""
     validation_disable: Flag = common(False, label="No Previews")
-    """Disable validation."""
+    """Train without previews, also at the end."""
     validation_disable_unconditional: Flag | None = previewed(
         None, default_note="true, unless there is no other prompt"
     )
@@ -590,13 +602,13 @@ class ValidationConfig(Group):
     validation_on_startup: Flag = previewed(False)
     """Render when a run starts or resumes."""
     validate_after_step: Integer = previewed(0, ge=0)
-    """No validation before this step."""
+    """The first step at which previews may be rendered."""
     num_validation_images: Integer = option(1, ge=1, le=MOST_SHOTS)
-    """Samples per prompt."""
+    """Pictures or clips rendered for each prompt."""
     num_eval_images: Integer = option(4, ge=1, le=100_000)
-    """Pictures taken from a dataset per validation."""
+    """Pictures taken from a dataset for each round of previews or evaluation."""
     validation_image_format: Literal["png", "webp", "jpeg"] = option("png")
-    """File format of previews."""
+    """png keeps every detail; webp and jpeg files are smaller."""
     validation_noise_scheduler: Literal["euler", "unipc", "dpm++"] | None = option(
         None, default_note="the pipeline's"
     )
@@ -637,8 +649,9 @@ class EvaluationConfig(Group):
     """Evaluation"""
 
     eval_steps_interval: Integer | None = common(None, ge=1, requires=unless("eval_loss_disable"))
-    """Compute the loss on `num_eval_images` samples of each eval dataset when global_step is a
-    multiple, and after the last step."""
+    """Steps between measurements of the loss on `num_eval_images` samples of each eval dataset;
+    also after the last step.
+    """
     eval_epoch_interval: Number | None = option(
         None, gt=0, le=1e6, requires=unless("eval_loss_disable")
     )
@@ -648,7 +661,7 @@ class EvaluationConfig(Group):
     eval_dataset_pooling: Flag = measured(False)
     """Also report the mean over datasets."""
     eval_loss_disable: Flag = option(False)
-    """Disable the evaluation loss."""
+    """Do not measure the loss on held-out files."""
 
     @property
     def measures_loss(self) -> bool:
@@ -666,9 +679,9 @@ class SharedKeys(Group):
     maximum_image_size: Number | None = option(None, ge=0, le=LARGEST_SIZE)
     """Larger pictures are resized to target_downsample_size before cropping."""
     target_downsample_size: Number | None = option(None, ge=0, le=LARGEST_SIZE)
-    """See maximum_image_size."""
+    """Size to which pictures above maximum_image_size are reduced."""
     instance_prompt: Texts | None = option(None)
-    """Text to prepend to captions, or to use instead of them."""
+    """Trigger words: put before every caption, or used instead of captions."""
     skip_file_discovery: TextList | None = option(None)
     """Scans to skip: vae, aspect, metadata, text."""
 
@@ -677,15 +690,17 @@ class DatasetDefaults(SharedKeys):
     """Dataset defaults"""
 
     resolution: Number | None = of_family(gt=0, le=LARGEST_SIZE)
-    """Target size of buckets."""
+    """Size at which files are trained. Larger learns finer detail, and needs memory and time."""
     resolution_type: Literal["pixel", "area", "pixel_area"] = common("pixel_area")
-    """Unit of resolution: short edge, megapixels, or edge of a square of equal area."""
+    """What the size means: short edge, megapixels, or edge of a square of equal area."""
     aspect_bucket_rounding: Integer = option(2, ge=1, le=9)
-    """Decimals of a bucket's ratio."""
+    """Pictures are grouped by width / height, rounded to this many decimals."""
     aspect_bucket_alignment: Alignment | None = of_family(common=False)
-    """Pixel grid of bucket sizes."""
+    """Widths and heights of buckets are multiples of this many pixels."""
     caption_strategy: CaptionStrategy = common("filename")
-    """Where captions come from."""
+    """textfile: a text beside each file. filename: the file's name. instanceprompt: the same words
+    for all. The others read a table.
+    """
     prepend_instance_prompt: Flag = option(False)
     """Prepend instance_prompt to all captions."""
     only_instance_prompt: Flag = option(False)

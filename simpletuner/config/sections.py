@@ -64,6 +64,10 @@ SECTIONS = tuple(_read_sections())
 EVERYDAY_WORDS: Mapping[str, Sequence[str]] = {
     words: keys.split() for words, keys in TABLE["words"].items()
 }
+EVERYDAY = tuple(
+    Section(group["id"], group["label"], keys=tuple(group["keys"])) for group in TABLE["everyday"]
+)
+PARTS: Mapping[str, str] = TABLE["parts"]
 CHOICES: Mapping[str, Mapping[str, str]] = TABLE["choices"]
 TABS = tuple(dict.fromkeys(section.tab for section in SECTIONS))
 

@@ -53,9 +53,9 @@ class TrackingConfig(Group):
     report_to: Text = common("none")
     """wandb, tensorboard, simpletuner (local files, always written), all, none, or a list."""
     tracker_project_name: FolderName = common("simpletuner")
-    """Project name for trackers."""
+    """Project under which Weights & Biases and other trackers file the run."""
     tracker_run_name: FolderName = common("simpletuner-testing")
-    """Run name for trackers."""
+    """What Weights & Biases and other trackers call the run."""
 
 
 # What wandb refuses in the name of a project.

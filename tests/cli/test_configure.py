@@ -941,7 +941,7 @@ def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pexpect.spawn:
 def test_questions_work_in_a_terminal(terminal: pexpect.spawn, tmp_path: Path) -> None:
     terminal.expect(r"Model \[kandinsky5-image\]")
     terminal.sendline("?")
-    terminal.expect("Model family: kandinsky5-image")
+    terminal.expect("kandinsky5-image makes pictures")
     terminal.expect(r"Model \[kandinsky5-image\]")
     terminal.sendline("")
     terminal.expect("Version of the model")

@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from simpletuner.annexes.page import start_card
 from simpletuner.annexes.page.project import Refusal, project_of
 from simpletuner.annexes.report.html import render
-from simpletuner.budget.device import host_memory
+from simpletuner.budget.device import CARDS, host_memory
 from simpletuner.budget.drivers import ask_driver
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
 from simpletuner.config.labels import label_of
@@ -26,7 +26,9 @@ from simpletuner.config.schema import all_options
 from simpletuner.config.sections import (
     CHOICES,
     DATASETS,
+    EVERYDAY,
     EVERYDAY_WORDS,
+    PARTS,
     SECTIONS,
     TABS,
     section_of,
@@ -38,6 +40,9 @@ from simpletuner.models.spec import FamilySpec
 from simpletuner.redaction import SECRET_NAME
 
 Field = dict[str, Any]
+# Characters that a control of one column and of two columns shows.
+NARROW = 26
+WIDE = 60
 # The type of a field, by the parser of its values or by the type's name on the reference page.
 TYPES = {
     "parse_flag": "bool",
@@ -86,7 +91,7 @@ def page(request: Request) -> Response:
 
 
 def settings(request: Request) -> Response:
-    """The place "Settings", with the form of all tabs."""
+    """The place "Settings", with every option."""
     return HTMLResponse(settings_page())
 
 
@@ -95,11 +100,40 @@ def settings_page() -> str:
     """The place "Settings"; cached, since it never changes."""
     return render(
         "page/settings.html.jinja",
-        tabs=[{"id": tab, "label": tab.capitalize()} for tab in TABS],
-        pane=pane,
+        parts=parts(),
+        everyday=EVERYDAY,
+        sections=SECTIONS,
+        datasets=DATASETS,
+        fields=placed_fields(),
         dataset_fields=dataset_fields(),
+        cards=CARDS,
         prose=prose,
     )
+
+
+def parts() -> list[dict[str, Any]]:
+    """The tabs, with those of their sections that the everyday groups leave something."""
+    filled = {field["place"] for field in placed_fields()}
+    content = []
+    for tab, label in PARTS.items():
+        sections = [each for each in SECTIONS if each.tab == tab and each.id in filled]
+        content.append({"id": tab, "label": label, "sections": sections})
+    return content
+
+
+@functools.cache
+def placed_fields() -> tuple[Field, ...]:
+    """Every option with its `place` on the page: an everyday group, or else its section."""
+    order = {key: (group.id, number) for group in EVERYDAY for number, key in enumerate(group.keys)}
+    last = len(all_options())
+    content = []
+    for field in fields():
+        place, _ = order.get(field["name"], (field["section"], 0))
+        heading = "" if place != field["section"] else field["group"]
+        everyday = {"common": True} if place != field["section"] else {}
+        content.append({**field, "place": place, "group": heading, **everyday})
+    content.sort(key=lambda field: order.get(field["name"], ("", last))[1])
+    return tuple(content)
 
 
 def tab(request: Request) -> Response:
@@ -253,6 +287,7 @@ def _field(option: Option, spec: FamilySpec | None, section: str, heading: str) 
         "default_note": default_note,
         "choices": choices,
         "options": options,
+        "shape": _shape(option, options, default_note),
         "limits": option.limits,
         "tab": section.partition("/")[0],
         "section": section,
@@ -264,6 +299,23 @@ def _field(option: Option, spec: FamilySpec | None, section: str, heading: str) 
         "words": " ".join(words for words, keys in EVERYDAY_WORDS.items() if option.name in keys),
         "common": option.common,
     }
+
+
+def _shape(option: Option, options: dict[str, str], default_note: str) -> str:
+    """The class of a field: a switch, as wide as the form, two columns wide, or one column."""
+    kind = _type(option)
+    if option.name == "model_flavour":
+        return "long"  # its choices depend on the family, each with what it is for
+    if options:
+        longest = max(map(len, [*options.values(), default_note]))
+        if longest > WIDE:
+            return "long"
+        return "wide" if longest > NARROW else ""
+    if kind == "bool":
+        return "bool"
+    if kind == "json" or option.name.endswith("prompt"):
+        return "long"
+    return "wide" if kind == "path" else ""
 
 
 def _choices(option: Option, spec: FamilySpec | None) -> tuple[str, ...]:

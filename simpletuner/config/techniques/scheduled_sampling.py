@@ -55,7 +55,7 @@ class ScheduledSamplingConfig(TechniqueGroup):
     scheduled_sampling_start_step: Integer = option(0, ge=0)
     """First step of the ramp, or of a fixed probability."""
     scheduled_sampling_ramp_shape: Literal["linear", "cosine"] = ramped("linear")
-    """Shape of the ramp."""
+    """How the probability grows along the ramp."""
     scheduled_sampling_strategy: Literal["uniform", "biased_early", "biased_late"] = option(
         "uniform"
     )

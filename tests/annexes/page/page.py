@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -82,5 +83,10 @@ def go(page: Any, place: str) -> None:
 
 
 def open_part(page: Any, part: str) -> None:
-    """Open a part of Settings, such as Training."""
-    page.get_by_role("tab", name=part).click()
+    """Open a part of Settings, such as Training, with all its sections."""
+    parts_of_settings(page).get_by_role("link", name=re.compile(f"^{part}")).click()
+
+
+def parts_of_settings(page: Any) -> Any:
+    """The links to the parts of Settings, with their numbers of problems."""
+    return page.get_by_role("navigation", name="Parts of the settings")

@@ -63,7 +63,7 @@ def test_every_option_is_in_one_section() -> None:
 
 
 def test_page_shows_every_option_once(client: TestClient) -> None:
-    page = client.get("/settings").text.partition('<template id="dataset"')[0]
+    page = client.get("/settings").text.partition('<template id="dataset-card"')[0]
     assert Counter(re.findall(r'data-key="([\w.]+)"', page)) == Counter(
         field["name"] for field in fields()
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.annexes.page.page import go, open_part, opened, serving, tab
+from tests.annexes.page.page import go, open_part, opened, parts_of_settings, serving, tab
 from tests.annexes.page.test_form import csv_entry
 from tests.tools.web_server import picture, serve
 from tests.tools.workspace import DATASETS, Workspace
@@ -47,7 +47,7 @@ def workspace(
 def page(browser: Any, workspace: Workspace, settings: dict[str, Any]) -> Iterator[Any]:
     """The page, with the first check done."""
     with opened(browser, workspace.folder.resolve(), "#basic") as page:
-        expect(page.locator("#f-seed")).to_have_value("7")
+        expect(page.locator("#f-train_batch_size")).to_have_value("2")
         if settings["my_own_key"]:
             expect(page.locator("#problems")).to_contain_text("my_own_key is not a known key.")
         yield page
@@ -64,7 +64,7 @@ def save(page: Any) -> None:
 
 def test_crepa_is_in_the_section_that_guides_name(page: Any, workspace: Workspace) -> None:
     open_part(page, "Training")
-    section = page.get_by_role("region", name="Loss functions")
+    section = page.get_by_role("group", name="Loss functions")
     assert section.get_attribute("id") == "training/loss_functions"
     for label in ("Block Index", "Weight", "Adjacent Distance", "Temporal Decay", "Vision Encoder"):
         expect(
@@ -85,7 +85,7 @@ def test_crepa_is_in_the_section_that_guides_name(page: Any, workspace: Workspac
     block = page.locator("#f-crepa_block_index")
     flavour = page.locator("#f-model_flavour")
     expect(block).to_have_attribute("placeholder", "8")
-    open_part(page, "Basic")
+    open_part(page, "Run")
     page.get_by_label("Family", exact=True).select_option("sanavideo")
     expect(block).to_have_attribute("placeholder", "10")
     expect(flavour.locator("option", has_text="2b-480p")).to_have_count(1)
@@ -96,7 +96,7 @@ def test_crepa_is_in_the_section_that_guides_name(page: Any, workspace: Workspac
 
 @pytest.mark.parametrize("settings", [{**UNKNOWN, "validation_disable": False}])
 def test_conflict_is_shown_beside_its_field(page: Any) -> None:
-    open_part(page, "Hardware")
+    open_part(page, "Memory and speed")
     page.get_by_label("Enable Group Offload", exact=True).check()
     page.get_by_label("Enable Model CPU Offload", exact=True).check()
     told = page.locator("[data-key=enable_group_offload] .bad")
@@ -104,7 +104,7 @@ def test_conflict_is_shown_beside_its_field(page: Any) -> None:
         "Enable Group Offload cannot be combined with Enable Model CPU Offload: one streams the "
         "blocks, the other moves them all."
     )
-    expect(page.get_by_role("tab", name="Hardware")).to_contain_text("1")
+    expect(parts_of_settings(page)).to_contain_text("Memory and speed1")
     page.get_by_role("button", name="Use the default of Enable Model CPU Offload").click()
     expect(told).to_have_count(0)
 
@@ -119,13 +119,13 @@ def test_changes_on_disk_are_shown_when_the_window_gets_focus(
     page.evaluate(come_back)
     expect(steps).to_have_value("9")
     expect(page.locator("#problems")).to_be_empty()
-    open_part(page, "Dataset")
+    open_part(page, "What")
     expect(card.locator(".used")).to_have_text("2 of 2 files used")
     workspace.add_pictures("datasets/pictures", 3)
     page.evaluate(come_back)
     expect(card.locator(".used")).to_have_text("3 of 3 files used")
     # What is not saved stays, and the page says that there is something else in the file.
-    open_part(page, "Basic")
+    open_part(page, "Run")
     steps.fill("5")
     workspace.write_config(seed=3)
     page.evaluate(come_back)
@@ -137,6 +137,7 @@ def test_changes_on_disk_are_shown_when_the_window_gets_focus(
 
 def test_focused_field_is_not_replaced(page: Any, workspace: Workspace) -> None:
     """Whoever types on from an old value would save it over the new one."""
+    open_part(page, "Run")
     seed = page.locator("#f-seed")
     come_back = "dispatchEvent(new Event('focus'))"
     seed.focus()
@@ -205,7 +206,7 @@ def test_deleted_file_is_reported_at_once(page: Any, workspace: Workspace) -> No
 def test_concurrent_changes_of_datasets_are_both_kept(page: Any, workspace: Workspace) -> None:
     path = workspace.path("config/multidatabackend.json")
     entries = json.loads(path.read_text())
-    open_part(page, "Dataset")
+    open_part(page, "What")
     page.locator(".dataset-card").first.get_by_label("Repeats", exact=True).fill("5")
     path.write_text(
         json.dumps([entries[0] | {"repeats": 4, "crop": False}, *entries[1:], {"id": "theirs"}])
@@ -227,15 +228,13 @@ def test_a_required_choice_is_no_default_and_captions_are_told_where_they_are_se
 ) -> None:
     workspace.path("datasets/pictures/p1.txt").unlink()
     page.evaluate("dispatchEvent(new Event('focus'))")
-    open_part(page, "Dataset")
+    open_part(page, "What")
     card = page.locator(".dataset-card").first
     expect(card.locator("[data-key=caption_strategy] .told")).to_contain_text("no caption")
     expect(card.locator("[data-key=id] .told p")).to_have_count(0)
     workspace.write_config(model_family=None)
     page.reload()
-    expect(page.get_by_role("tab", name="Basic")).to_contain_text(
-        "1"
-    )  # counted on a tab that was not opened
+    expect(parts_of_settings(page)).to_contain_text("What1")
     family = page.locator("[data-key=model_family]")
     expect(family.locator(".bad")).to_have_text("Family is required.")
     expect(family.locator("option").first).to_have_text("choose one")
@@ -245,6 +244,7 @@ def test_a_required_choice_is_no_default_and_captions_are_told_where_they_are_se
 def test_saving_writes_what_was_changed_and_keeps_the_rest(page: Any, workspace: Workspace) -> None:
     before = saved(workspace)
     page.get_by_label("Batch Size", exact=True).fill("4")
+    open_part(page, "Run")
     page.locator("#f-seed").fill("")  # a cleared field removes its key
     expect(page.locator("#saved")).to_have_text("2 unsaved")
     assert page.evaluate("!dispatchEvent(new Event('beforeunload', {cancelable: true}))")
@@ -261,7 +261,7 @@ def test_saving_writes_what_was_changed_and_keeps_the_rest(page: Any, workspace:
     page.locator("#f-webhook_config").fill(SECRET.replace("old", "new"))
     save(page)
     assert saved(workspace)["webhook_config"].endswith("new")
-    open_part(page, "Basic")
+    open_part(page, "Run")
     page.get_by_label("Batch Size", exact=True).fill("two")
     expect(page.locator("[data-key=train_batch_size] .bad")).to_contain_text(
         "is not a whole number"
@@ -353,7 +353,7 @@ def test_all_keys_are_edited_as_json(page: Any, workspace: Workspace) -> None:
     datasets.fill(
         json.dumps([*json.loads(datasets.input_value()), {"id": "third", "type": "local"}])
     )
-    open_part(page, "Dataset")
+    open_part(page, "What")
     expect(page.locator(".dataset-card")).to_have_count(3)
     save(page)
     assert (saved(workspace)["my_own_key"], saved(workspace)["train_batch_size"]) == (4, 3)
@@ -381,7 +381,7 @@ def test_address_and_run_follow_the_config(page: Any, workspace: Workspace) -> N
     dialog.get_by_role("button", name="Create", exact=True).click()
     expect(dialog).to_be_hidden()
     expect(page.locator("#config")).to_have_value("second")
-    open_part(page, "Basic")
+    open_part(page, "Run")
     page.get_by_label("Output Folder", exact=True).fill("there")
     go(page, "Runs")
     # Start asks for unsaved changes, and saves nothing unless told to.
@@ -396,6 +396,7 @@ def test_address_and_run_follow_the_config(page: Any, workspace: Workspace) -> N
     expect(page.get_by_role("heading", level=1)).to_have_text("there")
     page.goto(page.url.replace("#run", "#basic"))
     page.reload()
+    open_part(page, "Run")
     expect(page.get_by_label("Output Folder", exact=True)).to_have_value("there")
     expect(page.locator("#config")).to_have_value("second")
     # A project that has no config/config.json opens another one.
@@ -436,6 +437,7 @@ def test_a_copy_of_an_example_has_an_output_folder_of_its_own(
         dialog.get_by_label("Name, for").fill(name)
         dialog.get_by_label("Start from").select_option("examples/demo")
         dialog.get_by_role("button", name="Create", exact=True).click()
+        open_part(page, "Run")
         expect(page.get_by_label("Output Folder", exact=True)).to_have_value(folder)
         save(page)
         assert (
@@ -446,7 +448,7 @@ def test_a_copy_of_an_example_has_an_output_folder_of_its_own(
 
 def test_datasets_are_edited_as_cards(page: Any, workspace: Workspace) -> None:
     workspace.path("datasets/others").mkdir()
-    open_part(page, "Dataset")
+    open_part(page, "What")
     card = page.locator(".dataset-card").first
     card.get_by_label("Repeats", exact=True).fill("-3")
     expect(card.locator("[data-key=repeats] .bad")).to_contain_text("-3")
@@ -464,6 +466,7 @@ def test_datasets_are_edited_as_cards(page: Any, workspace: Workspace) -> None:
     entry = json.loads(raw.input_value())
     assert entry["instance_data_dir"].endswith("datasets/others")
     raw.fill(json.dumps({**entry, "_note": "mine", "instance_data_dir": "datasets/pictures"}))
+    page.get_by_text("Text cache", exact=True).click()
     page.locator(".dataset-card").nth(1).get_by_label("Use", exact=True).uncheck()
     save(page)
     entries = json.loads(workspace.path("config/multidatabackend.json").read_text())
@@ -496,7 +499,7 @@ def test_plan_is_live_and_answers_what_if(no_gpu: None, page: Any, workspace: Wo
     page.get_by_label("Plan for a card").fill("")
     expect(plan.locator("#verdict")).to_have_text("no GPU")
     page.evaluate("dispatchEvent(new Event('focus'))")
-    open_part(page, "Dataset")
+    open_part(page, "What")
     card = page.locator(".dataset-card").first
     expect(card.locator(".used")).to_have_text("2 of 3 files used")
     card.get_by_text("1 of 3 files not used").click()
@@ -517,7 +520,7 @@ def test_a_remedy_is_applied_with_one_click_and_waits_to_be_saved(
     told.get_by_role("button", name="Apply").click()
     expect(page.locator("#verdict")).to_have_text("would fit")
     expect(told).to_have_count(0)
-    page.locator("#search").fill("e")  # in every tab
+    page.locator("#search").fill("e")  # in every section
     changed = [each.get_attribute("data-key") for each in page.locator(".field.changed").all()]
     expect(page.locator("#saved")).to_have_text(f"{len(changed)} unsaved")
     assert not saved(workspace).keys() & set(changed)
@@ -527,8 +530,8 @@ def test_a_remedy_is_applied_with_one_click_and_waits_to_be_saved(
 
 
 def test_search_and_keys_reach_every_option(page: Any) -> None:
-    expect(page.locator("#f-seed")).to_have_count(1)
-    expect(page.locator("#f-huber_c")).to_have_count(0)  # other tabs are drawn when they are needed
+    expect(page.locator("#f-train_batch_size")).to_have_count(1)
+    expect(page.locator("#f-huber_c")).to_have_count(0)  # sections are drawn when they are needed
     page.keyboard.press("/")
     page.keyboard.type("huber")
     expect(page.locator("#f-huber_c")).to_be_visible()
@@ -543,16 +546,14 @@ def test_search_and_keys_reach_every_option(page: Any) -> None:
         expect(page.locator("#f-resolution")).to_be_visible(visible=words == "oom")
         expect(page.locator("#f-webhook_config")).to_be_hidden()
     page.locator("#search").fill("trigger word")
-    expect(
-        page.locator(".dataset-card").first.locator("[data-key=instance_prompt]")
-    ).to_be_visible()
+    expect(page.locator("#found .lead", has_text="Instance Prompt").first).to_be_visible()
     page.locator("#search").fill("no such option")
     expect(page.get_by_text("No option matches.")).to_be_visible()
     page.locator("#search").fill("")
-    page.locator("#tab-basic").focus()
-    page.keyboard.press("ArrowRight")
-    expect(page.get_by_role("tab", name="Hardware")).to_have_attribute("aria-selected", "true")
+    expect(page.locator("#f-huber_c")).to_be_hidden()
     page.set_viewport_size({"width": 400, "height": 800})
+    page.get_by_label("Part of the settings").select_option("Training")
+    expect(page.locator("#f-huber_c")).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
 
 
@@ -568,6 +569,7 @@ def test_tread_is_none_a_quarter_or_a_half(page: Any, workspace: Workspace) -> N
     assert saved(workspace)["tread_config"] == {"routes": [route]}
     workspace.write_config(tread_config={"routes": [{**route, "end_layer_idx": -3}]})
     page.reload()
+    open_part(page, "Training")
     expect(routes.locator("option:checked")).to_contain_text('"end_layer_idx":-3')
     page.get_by_role("button", name="Use the default of TREAD Routes").click()
     save(page)

@@ -114,7 +114,7 @@ def test_new_config_is_not_requested_before_it_exists(
         page.on(
             "response", lambda answer: refused.append(answer.url) if answer.status >= 400 else None
         )
-        open_part(page, "Validation")
+        open_part(page, "Previews")
         expect(page.locator("#f-validation_negative_prompt")).to_have_attribute(
             "placeholder", "empty"
         )
@@ -129,9 +129,10 @@ def test_new_config_is_not_requested_before_it_exists(
             expect(dialog.get_by_role("alert")).to_contain_text(words)
         dialog.get_by_label("Name, for").fill("mine")
         dialog.get_by_role("button", name="Create").click()
-        open_part(page, "Basic")
+        open_part(page, "Run")
         expect(page.get_by_label("Output Folder", exact=True)).to_have_value("output/mine")
-        open_part(page, "Dataset")
+        open_part(page, "Data")
+        page.get_by_text("Dataset file").click()
         expect(page.locator("#f-data_backend_config")).to_have_value(
             "config/mine/multidatabackend.json"
         )

@@ -13,6 +13,7 @@ from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
 from tests.annexes.page.page import go, opened
 from tests.annexes.page.run_folder import RunFolder, every_run
+from tests.annexes.page.test_runs import STEPS, tell
 from tests.annexes.page.test_start_page import started
 from tests.tools.workspace import Workspace
 
@@ -53,6 +54,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
     second.parent.mkdir()
     text = made.path("config/config.json").read_text()
     second.write_text(text.replace('"output"', '"there"'))
+    for name in ("output", "there"):
+        made.path(name).mkdir()
+        tell(made.path(name), *STEPS)
     return made
 
 

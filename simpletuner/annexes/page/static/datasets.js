@@ -2,10 +2,12 @@
 import { asJson, bindField, bindJson, complete, element, inForm, isObject, problemLine, showField, showJson, state, tell } from "./form.js";
 
 const list = inForm("#datasets");
-const template = document.querySelector("#dataset");
+const bookkeeping = inForm("#bookkeeping");
+const template = document.querySelector("#dataset-card");
 const SHORT = new Set(["id", "dataset_type", "type"]); // all that an entry without samples needs
 const part = (entry, key) => key.split(".").reduce((value, name) => value?.[name], entry);
-const cards = () => [...list.children];
+const isBookkeeping = (entry) => Boolean(entry.dataset_type?.endsWith("_embeds"));
+let cards = []; // in the order of the entries
 let changed = () => {}, numbers = 0, counted = [];
 
 function put(entry, key, value) {
@@ -72,13 +74,22 @@ function makeCard(index) {
 
 // There are no cards until the tab is drawn.
 export function showDatasets(planned = counted) {
-  if (list.isConnected) list.replaceChildren(...state.datasets.entries.map((entry, index) => makeCard(index)));
+  if (list.isConnected) placeCards();
   refreshDatasets();
   tellLedger(planned);
 }
 
+// The text cache and its like are not data, so they are folded below.
+function placeCards() {
+  const { entries } = state.datasets;
+  cards = entries.map((entry, index) => makeCard(index));
+  list.replaceChildren(...cards.filter((card, index) => !isBookkeeping(entries[index])));
+  bookkeeping.lastElementChild.replaceChildren(...cards.filter((card, index) => isBookkeeping(entries[index])));
+  bookkeeping.hidden = !entries.some(isBookkeeping);
+}
+
 export function refreshDatasets() {
-  cards().forEach((card, index) => refresh(card, state.datasets.entries[index]));
+  cards.forEach((card, index) => refresh(card, state.datasets.entries[index]));
 }
 
 // The key of an entry that a problem is about, "" for all of it; undefined if it is about something else. Problems name
@@ -93,13 +104,14 @@ export const isOfDataset = (problem) => state.datasets.entries.some((entry, inde
 
 // Shows problems on the cards of their entries.
 export function tellDatasets(problems) {
-  cards().forEach((card, index) => {
+  cards.forEach((card, index) => {
     const fields = [...card.querySelectorAll(".field:not([hidden])")], told = new Map();
     for (const problem of problems) {
       const key = keyIn(index, problem), fieldOf = (name) => fields.find((each) => each.dataset.key === name);
       if (key === undefined) continue;
       // Problems of a whole entry (its files), and of keys that are only in its JSON.
-      const place = fieldOf(key) ?? (key ? card : ((problem.kind === "captions" && fieldOf("caption_strategy")) || fields[0]));
+      const cause = problem.kind === "captions" ? "caption_strategy" : "instance_data_dir"; // of a whole entry: its files
+      const place = fieldOf(key) ?? (key ? card : (fieldOf(cause) ?? fields[0]));
       told.set(place, [...(told.get(place) ?? []), problem]);
     }
     for (const field of fields) tell(field, told.get(field) ?? []);
@@ -112,7 +124,7 @@ export function tellDatasets(problems) {
 // The plan's results for the folders.
 export function tellLedger(datasets = []) {
   counted = datasets;
-  cards().forEach((card, index) => {
+  cards.forEach((card, index) => {
     const found = datasets.find((each) => each.id === state.datasets.entries[index].id), left = found?.left_out ?? [];
     const badge = card.querySelector(".used"), ledger = card.querySelector(".ledger");
     badge.hidden = !found;

@@ -25,6 +25,21 @@ export async function showPlan(values, more = {}) {
   return own;
 }
 
+// Removes the plan of another config.
+export function clearPlan() {
+  for (const request of Object.values(pending)) request.abort();
+  own = null;
+  panel.classList.remove("supposed");
+  panel.querySelector(".plan-title").textContent = "Plan";
+  tellVerdict("", "");
+  body.replaceChildren(dim("Computing the plan."));
+}
+
+// The settings have changed: what is shown is greyed until the next plan.
+export function agePlan() {
+  panel.setAttribute("aria-busy", "true");
+}
+
 async function suppose() {
   const device = supposed();
   if (!device) return own && draw(own);

@@ -1,15 +1,14 @@
 // The place "Settings": its parts, the search, the open config, and the check after every change.
 import { allConfigs, api, ask, bindField, changes, complete, defaultOf, element, fields, inForm, isDirty, open, page, problemLine, refuseName, remember, reread, save, sentences, showField, state, tell } from "./form.js";
 import { isOfDataset, refreshDatasets, showDatasets, startDatasets, tellDatasets, tellLedger } from "./datasets.js";
-import { showPlan } from "./plan.js";
+import { agePlan, clearPlan, showPlan } from "./plan.js";
 
 export { isDirty };
 
 const all = (selector) => [...document.querySelectorAll(selector)];
-const tabs = all("[role=tab]");
 const drawn = () => [...fields].filter(([, field]) => field.isConnected);
-const tabOf = (field) => field.closest("section").id.split("/")[0];
-const FORM = tabs.map((tab) => tab.id.slice(4)); // names of the panes
+const links = all(".parts a");
+const chooser = page("#part"); // the links, on a narrow screen
 const defaults = Object.fromEntries([...fields].map(([key, field]) => [key, defaultOf(field)]));
 let judged = { problems: [], effective: {}, greyed: {} };
 let planned = []; // problems that only the plan finds
@@ -23,46 +22,85 @@ function later(name, delay, action) {
   timers[name] = setTimeout(action, delay);
 }
 
-// ---- Parts. The URL names one, or one of its sections. ----
+// ---- Parts: three everyday groups, then folded sections. The URL names one, a whole part, or a field. ----
+
+// Sections of earlier versions.
+const MOVED = { basic: "basic/what", "basic/model": "basic/what", dataset: "basic/data", "dataset/training_data": "basic/data" };
 
 async function openFiles() {
   if (location.hash.startsWith("#dataset/files/") || page("#library").open) (await import("./library.js")).show();
 }
 
 export function showPart() {
-  const [name] = location.hash.slice(1).split("/");
-  const tab = tabs.find((each) => each.id === `tab-${name}`) ?? page("#tab-basic");
-  page("#search").value = "";
-  for (const each of tabs) {
-    each.setAttribute("aria-selected", String(each === tab));
-    each.tabIndex = each === tab ? 0 : -1;
-  }
-  drawAll([tab.id.slice(4)]);
-  filter("");
-  const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
-  if (target?.matches("section, .field")) target.scrollIntoView();
-  else scrollTo(0, 0);
-  tab.scrollIntoView({ block: "nearest", inline: "nearest" });
+  stopSearch();
+  const anchor = decodeURIComponent(location.hash.slice(1));
+  const name = anchor.startsWith("dataset/files/") ? "dataset" : anchor;
+  const target = document.getElementById(MOVED[name] ?? name) ?? page("[id='basic/what']");
+  unfold(target);
+  showLinks(target);
+  if (target.id === "basic/what") scrollTo(0, 0);
+  else target.scrollIntoView();
   openFiles();
 }
 
-// A pane is drawn when it is first shown, searched, or has a problem: the whole form takes long.
-function draw(name) {
-  const pane = page(`#pane-${name}`);
-  const shell = pane.querySelector(":scope > template");
+// Opens what an anchor names: all sections of a part, one section, or those around a field.
+function unfold(target) {
+  for (const fold of target.querySelectorAll(":scope.part > details")) fold.open = true;
+  for (let fold = target.closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
+}
+
+function showLinks(target) {
+  const group = target.closest(".everyday")?.id;
+  const part = target.closest(".part")?.id;
+  for (const link of links) {
+    const isHere = part ? link.dataset.part === part : link.getAttribute("href") === `#${group ?? target.id}`;
+    link.ariaCurrent = isHere ? "true" : null;
+    if (isHere) chooser.value = link.getAttribute("href");
+  }
+}
+
+chooser.append(...links.map((link) => element("option", { value: link.getAttribute("href"), textContent: link.firstChild.textContent })));
+chooser.addEventListener("change", () => { location.hash = chooser.value; });
+
+// A link to the part that the URL names already leads there again.
+page(".parts").addEventListener("click", ({ target }) => {
+  const link = target.closest("a");
+  if (link?.getAttribute("href") === location.hash) showPart();
+});
+
+// A section is drawn when it is first opened, searched, or has a problem: the whole form takes long.
+function draw(card) {
+  const shell = card.querySelector(":scope > template");
   if (!shell) return false;
   shell.replaceWith(shell.content);
-  for (const [key, field] of drawn().filter(([, field]) => pane.contains(field))) {
+  for (const [key, field] of drawn().filter(([, field]) => card.contains(field))) {
     complete(field, "f");
     bindField(field, (value) => set(key, value));
     showField(field, state.values[key], state.effective[key]);
   }
-  if (name === "dataset") showDatasets();
+  if (card.querySelector("#datasets")) showDatasets();
   return true;
 }
 
-function drawAll(names) {
-  if (names.filter(draw).length) showProblems();
+const cards = all("#all-parts .card");
+const everyday = cards.filter((card) => card.matches(".everyday"));
+for (const card of cards) {
+  card.addEventListener("toggle", () => card.open && drawAll([card]));
+}
+const cardOf = (field) => cards.find((card) => card.contains(field) || card.querySelector(":scope > template")?.content.contains(field));
+
+function drawAll(some) {
+  if (some.filter(draw).length) showProblems();
+}
+
+// What a folded section holds.
+function countFields() {
+  for (const card of cards.filter((each) => each.tagName === "DETAILS")) {
+    const content = card.querySelector(":scope > template")?.content ?? card;
+    const keys = [...content.querySelectorAll(".group .field")].map((field) => field.dataset.key);
+    const count = keys.filter((key) => key in state.values).length;
+    card.querySelector(".number").textContent = `${keys.length} ${keys.length === 1 ? "option" : "options"}${count ? `, ${count} set` : ""}`;
+  }
 }
 
 function set(key, value) {
@@ -72,43 +110,21 @@ function set(key, value) {
   edited();
 }
 
-page("[role=tablist]").addEventListener("keydown", (event) => {
-  const step = { ArrowDown: 1, ArrowRight: 1, ArrowUp: -1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[event.key];
-  if (!step) return;
-  const place = tabs.indexOf(document.activeElement) + step;
-  const next = tabs[Number.isFinite(place) ? (place + tabs.length) % tabs.length : place < 0 ? 0 : tabs.length - 1];
-  event.preventDefault();
-  next.click();
-  next.focus();
-});
+// ---- Search: a flat list in place of the parts; without words, one is again where one was ----
 
-// Searches all tabs at once, by prefixes of words: "oom" does not match "room".
-const plain = (text) => ` ${text.toLowerCase().replace(/[^\p{L}\p{N}.]+/gu, " ")} `;
+let search = null; // the module, once something was sought
 
-function filter(query) {
-  const wanted = plain(query), words = wanted.split(" ").filter(Boolean), searching = words.length > 0;
-  document.body.classList.toggle("searching", searching);
-  const isMeant = (field) => {
-    const { key, words: meant = "" } = field.dataset, group = field.closest(".group")?.dataset.group ?? "";
-    const text = plain(`${key} ${meant} ${field.textContent} ${group}`);
-    return plain(meant).includes(wanted) || words.every((word) => text.includes(` ${word}`));
-  };
-  if (searching) drawAll([...FORM]);
-  let found = 0;
-  for (const field of all("main .field")) {
-    const isFound = !searching || isMeant(field);
-    field.classList.toggle("unfound", !isFound);
-    found += isFound;
-  }
-  for (const part of all(".group, .pane .card, .dataset-card, .grid + .more")) {
-    part.classList.toggle("unfound", searching && !part.querySelector(".field:not(.unfound, [hidden])"));
-    if (part.tagName === "DETAILS") part.open = searching || Boolean(part.querySelector(".set-here, .told .bad"));
-  }
-  for (const name of FORM) {
-    const isChosen = page(`#tab-${name}`).getAttribute("aria-selected") === "true";
-    page(`#pane-${name}`).hidden = !searching && !isChosen;
-  }
-  page("#no-match").hidden = !searching || found > 0;
+async function filter(query) {
+  if (!search && !query.trim()) return;
+  drawAll(cards);
+  search ??= await import("./search.js");
+  search.find(page("#search").value, judged.greyed);
+  showProblems();
+}
+
+function stopSearch() {
+  page("#search").value = "";
+  search?.find("");
 }
 
 // The open config.
@@ -118,6 +134,7 @@ export async function openConfig(name, from = name, configs = null) {
     showSaved(`${from} cannot be opened: ${sentences(refused).join("; ")}`);
     return false;
   }
+  forget();
   state.config = name;
   told = "";
   if (from !== name) {
@@ -131,6 +148,16 @@ export async function openConfig(name, from = name, configs = null) {
   return true;
 }
 
+// What is known about a config says nothing about the next one.
+function forget() {
+  number += 1; // answers to requests on their way are about the last config
+  clearTimeout(timers.plan);
+  planned = [];
+  judged = { problems: [], effective: {}, greyed: {} };
+  state.effective = { ...defaults };
+  clearPlan();
+}
+
 // `configs`: the project's configs, if they have just been read.
 async function refill(configs = null) {
   remember("config", state.config);
@@ -138,9 +165,9 @@ async function refill(configs = null) {
   document.dispatchEvent(new CustomEvent("config", { detail: state.config }));
   listConfigs(configs);
   showDatasets([]);
+  showAll();
   page("#pane-settings").ariaBusy = null;
   await check();
-  filter("");
 }
 
 // Of a broken file no datasets were read, which is no problem of its own.
@@ -189,6 +216,7 @@ function showAll() {
   showProblems();
   showSaved();
   showRaw();
+  countFields();
 }
 
 async function showRaw() {
@@ -204,22 +232,37 @@ function showProblems() {
   const keyOf = (problem) => problem.key.split(/[.[]/)[0];
   const isBlank = !state.etag && !isDirty(); // an empty new config shows no problems yet
   for (const problem of isBlank ? [] : problems.filter(({ fatal }) => fatal)) {
-    const field = fields.get(keyOf(problem)); // drawn, so that its tab counts it
-    if (field || isOfDataset(problem)) draw(field ? tabOf(field) : "dataset");
+    const field = fields.get(keyOf(problem)); // drawn, so that its section counts it
+    if (field && !field.isConnected) draw(cardOf(field));
   }
-  for (const [key, field] of drawn()) tell(field, problems.filter((problem) => keyOf(problem) === key), judged.greyed[key]);
+  for (const [key, field] of drawn()) tell(field, problems.filter((problem) => keyOf(problem) === key), judged.greyed[key] ?? setElsewhere(key));
   all("main .group").forEach(shareReason);
   // The plan's panel shows problems of the device.
   const elsewhere = problems.filter((problem) => !fields.has(keyOf(problem)) && problem.key !== "device"), rest = elsewhere.filter((problem) => !isOfDataset(problem));
   tellDatasets(elsewhere);
   const unreadable = Object.values(state.broken).flatMap((file) => file?.problems ?? []); // their texts are below all fields
   page("#problems").replaceChildren(...[...unreadable, ...rest].map((problem) => element("li", { className: problem.fatal ? "bad" : "warning" }, problemLine(problem))));
-  for (const tab of tabs) {
-    const count = isBlank ? 0 : all(`#pane-${tab.id.slice(4)} .told .bad`).length, badge = tab.querySelector(".count");
+  showCounts(isBlank);
+}
+
+// Problems are counted at folded sections and at the links to parts.
+function showCounts(isBlank) {
+  for (const badge of all(".parts .count, .card > summary .count")) {
+    const link = badge.closest("a");
+    const name = link?.dataset.part ?? link?.getAttribute("href").slice(1);
+    const place = link ? document.getElementById(name) : badge.closest(".card");
+    const count = isBlank ? 0 : place.querySelectorAll(".told .bad").length;
     badge.hidden = !count;
     badge.textContent = count;
-    badge.setAttribute("aria-label", `${count} problems`);
+    badge.ariaLabel = `${count} ${count === 1 ? "problem" : "problems"}`;
   }
+}
+
+// Defaults of all datasets have no effect where every dataset has a value of its own.
+function setElsewhere(key) {
+  const data = state.datasets.entries.filter((entry) => !entry.dataset_type?.endsWith("_embeds"));
+  const isSet = data.length > 0 && data.every((entry) => key in entry);
+  return key.startsWith("resolution") && isSet ? "is set for each dataset, under Data." : undefined;
 }
 
 // A reason shared by most greyed fields of a group is shown once.
@@ -243,6 +286,7 @@ function showSaved(text = told) {
 
 function edited() {
   planned = [];
+  agePlan();
   showSaved("");
   later("check", 200, check);
 }
@@ -273,7 +317,7 @@ startDatasets(edited);
 document.addEventListener("edited", () => showDatasets());
 document.addEventListener("edited", edited);
 page("#raw").addEventListener("toggle", showRaw);
-page("#search").addEventListener("input", ({ target }) => { filter(target.value); scrollTo(0, 0); });
+page("#search").addEventListener("input", ({ target }) => filter(target.value));
 page("#save").addEventListener("click", saveNow);
 page("#start-config").addEventListener("click", async () => {
   if (isDirty() && !(await saveNow())) return;
@@ -322,7 +366,7 @@ export async function newConfig(copied = "") {
     if (!refused) break;
   }
   await openConfig(name.value.trim(), from.value);
-  if (copied) location.hash = "basic";
+  location.hash = "basic/what";
 }
 document.addEventListener("config", openFiles);
 addEventListener("beforeunload", (event) => isDirty() && event.preventDefault());
@@ -338,7 +382,7 @@ addEventListener("keydown", (event) => {
   }
 });
 page("#plan details").open = innerWidth > 1080;
-showPart();
+drawAll(everyday);
 export const opening = openFirst(new URLSearchParams(location.search).get("config"));
 
 // Opens the config in the URL, or else the first readable one.
