@@ -71,8 +71,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
         "convert": (
             "simpletuner.cli.convert",
-            "Write a LoRA under the names of another program, or a full fine-tune as one file for "
-            "ComfyUI.",
+            "Write the chosen weights of a run as one file for ComfyUI or diffusers.",
         ),
         "publish": (
             "simpletuner.cli.publish",

@@ -41,6 +41,7 @@ def convert(
     """Write the chosen weights of a run as one file for ComfyUI or diffusers.
 
     SOURCE is the output folder of a run, one of its checkpoints, or a file; it is not changed.
+
     The new file is written beside it, and its name says what it holds.
 
     Example: convert output/cats --checkpoint 600 --strength 0.75 --to comfyui

@@ -244,14 +244,14 @@ def test_a_dataset_of_the_hub_is_pinned_to_its_commit(
 
     workspace.write_datasets([HUB, DATASETS[1]])
 
-    assert workspace.run("plan") == 0
+    assert workspace.run("plan", "--verbose") == 0
     rows = printed_rows()
     assert len(rows) == 4
     for number, row in enumerate(rows):
         assert f"owner/set@{COMMIT}, split train, row {number}" in row
 
     hub.closed = "GatedRepo"
-    assert workspace.run("plan", "--cached") == 0, "no request is sent to the hub"
+    assert workspace.run("plan", "--verbose", "--cached") == 0, "no request is sent to the hub"
     assert printed_rows() == rows
 
     workspace.write_datasets([{**HUB, "id": "another"}, DATASETS[1]])
@@ -261,5 +261,5 @@ def test_a_dataset_of_the_hub_is_pinned_to_its_commit(
     workspace.write_datasets([HUB, DATASETS[1]])
     hub.closed = ""
     hub.files = {"README.md": b"# Set\n"}
-    assert workspace.run("plan") == 0
+    assert workspace.run("plan", "--verbose") == 0
     assert printed_rows() == rows, "nothing is downloaded again"

@@ -129,6 +129,7 @@ def test_a_misspelt_command_gets_a_suggestion(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("config/demo").mkdir(parents=True)
+    Path("config/demo/config.json").write_text("{}")
 
     assert main(arguments) == 2
     assert printed in capsys.readouterr().err
