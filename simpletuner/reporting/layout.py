@@ -46,6 +46,14 @@ class Layout:
         for line in lines:
             yield line.replace(GLUE, " ")
 
+    def wrap_lines(self, text: str) -> str:
+        """A text of several lines with each of them wrapped; their indents stay."""
+        lines: list[str] = []
+        for line in text.splitlines() or [""]:
+            content = line.lstrip()
+            lines += self.wrap(content, len(line) - len(content))
+        return "\n".join(lines)
+
     def shorten(self, text: str, used: int) -> str:
         """The text without its middle, if it does not fit beside `used` columns."""
         if self.width is None:

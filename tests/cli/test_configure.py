@@ -1131,7 +1131,7 @@ def test_the_gpu_of_the_estimate_can_be_changed(
     configure(device=["h10", "80 GB", "rtx 4090"], file=["device", ""])
     shown = capsys.readouterr().out
 
-    assert "Did you mean 'h100'?" in shown
+    assert "'h10' is not a known card. Did you mean " in shown
     assert "On a GPU with 80 GiB (85.9 GB) this fits" in shown
     assert "On RTX 4090 with 24 GiB" in shown
 

@@ -83,12 +83,7 @@ class LiveDisplay(Display):
 
     def _wrapped(self, text: str) -> str:
         """The text with lines that end between words, where the terminal would break words."""
-        layout = Layout(self._console.width)
-        lines: list[str] = []
-        for line in text.splitlines():
-            content = line.lstrip()
-            lines += layout.wrap(content, len(line) - len(content))
-        return "\n".join(lines)
+        return Layout(self._console.width).wrap_lines(text) if text else ""
 
     def close(self) -> None:
         if self._live is not None:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from simpletuner.config.types import parse_flag, plain_key
 from simpletuner.errors import UserError, nearest
+from simpletuner.reporting.screen import layout_of
 
 # Invalid answers before a question takes its default, so that piped input cannot loop forever.
 PATIENCE = 5
@@ -50,7 +51,8 @@ class Dialogue:
 
     def print(self, text: str = "", style: str = "") -> None:
         """Print a line; markup is not interpreted."""
-        self.console.print(text, style=style, markup=False, soft_wrap=True)
+        lines = layout_of(sys.stdout).wrap_lines(text)
+        self.console.print(lines, style=style, markup=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Print a problem."""
