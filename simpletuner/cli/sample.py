@@ -114,7 +114,8 @@ def sweep(
     )
     with checked_samples(request, logged_events()) as samples:
         sheet = samples.compare()
-        samples.events.notify(sheet.verdict)
+        key = "" if sheet.is_evaluated else " The key for that is hold_out, in the dataset file."
+        samples.events.notify(sheet.verdict + key)
         samples.events.notify(f"Saved {sheet.folder / PAGE} and {PICTURE}")
 
 

@@ -94,13 +94,14 @@ def test_a_folder_of_pictures_is_trained_and_compared(
     assert config["learning_rate"] == 2e-4
     assert config["offload"] == "auto"
     assert config["preservation_trigger"] == "zkt, a grey cat"
+    assert config["model_card_trigger"] == ["zkt, a grey cat"]
     assert config["preservation_prompt"] == "a grey cat"
     assert config["validation_prompt"] == "a photo of zkt, a grey cat, on a beach at sunset"
     assert trained["instance_data_dir"] == "my cat"
     assert trained["instance_prompt"] == "zkt, a grey cat,"
     assert trained["prepend_instance_prompt"]
     assert texts["dataset_type"] == "text_embeds"
-    assert "output/my-cat/pytorch_lora_weights.safetensors" in capsys.readouterr().out
+    assert "output/my-cat" in capsys.readouterr().out
 
 
 def test_some_of_many_files_are_held_out_to_compare_checkpoints(
@@ -124,25 +125,6 @@ def test_some_of_many_files_are_held_out_to_compare_checkpoints(
     output = capsys.readouterr().out
     assert "15 of 17 pictures used" in output
     assert "2 of 2 pictures used" in output
-
-
-def test_best_checkpoint_and_strength_are_named_at_the_end(
-    commands: list[list[str]], capsys: Capture
-) -> None:
-    """The lowest evaluation loss is at step 300, and in its sweep at strength .75."""
-    put_pictures(Path("cat"), 17, captions=0)
-    output_dir = Path("output/cat")
-    checkpoint = output_dir / "checkpoint-300"
-    checkpoint.mkdir(parents=True)
-    losses = {150: 0.5, 300: 0.4, 1100: 0.6}
-    rows = [json.dumps({"step": step, "loss/val/cat": loss}) for step, loss in losses.items()]
-    (output_dir / "training_metrics.jsonl").write_text("\n".join(rows) + "\n")
-    write_sweep(output_dir / "sweep", steps=(150, 300), losses={"0.75": 0.38, "1": 0.4})
-
-    assert main(["start", "cat", "--yes"]) == 0
-
-    output = capsys.readouterr().out
-    assert "memorised: checkpoint 300 at strength 0.75.\n" in output
 
 
 def write_sweep(folder: Path, steps: Sequence[int], losses: dict[str, float]) -> None:

@@ -139,7 +139,7 @@ def table(run: Run, request: Request) -> dict[str, Any]:
     comparison = build_table(sheet, source, shown)
     is_compared = any(cell.path.startswith(f"{SWEEP_FOLDER}/") for cell in sheet.cells)
     return {
-        "table": comparison if comparison.prompts else None,
+        "table": comparison if comparison.has_trained else None,
         "is_compared": is_compared,
         "verdict": sheet.verdict if saved.steps else "",
         "saved": saved,

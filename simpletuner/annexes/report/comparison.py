@@ -90,6 +90,11 @@ class CheckpointTable:
         return any(len(prompt.lines) > 1 for prompt in self.prompts)
 
     @property
+    def has_trained(self) -> bool:
+        """Whether it has a column besides the untrained model's."""
+        return any(column.step > 0 for column in self.columns)
+
+    @property
     def cells(self) -> list[TableCell]:
         """All cells, rendered or not."""
         lines = [line for prompt in self.prompts for line in prompt.lines]

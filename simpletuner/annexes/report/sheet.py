@@ -150,13 +150,18 @@ class Sheet:
         return self.measured.losses
 
     @property
+    def is_evaluated(self) -> bool:
+        """Whether the run measured a loss on held-out files."""
+        return bool(evaluation_points(self.metrics))
+
+    @property
     def verdict(self) -> str:
         """A summary of the evaluation loss in one or two sentences."""
         points = evaluation_points(self.metrics)
         if not points:
             return (
                 "No evaluation loss was measured, so no checkpoint is marked. To have one marked, "
-                "hold out a few files (hold_out) in the next run."
+                "hold out a few files in the next run."
             )
         best_step, lowest = min(points, key=itemgetter(1))
         last_step, last_loss = points[-1]

@@ -20,10 +20,14 @@ def ending_of(output: Path, held_out: int) -> Iterator[str]:
         output: the output folder of the run.
         held_out: number of files that were held out of training; 0 if no loss was measured on any.
     """
-    result = find_choice(output)
+    try:
+        result = find_choice(output)
+        sheet = Sheet.of_run(output)
+    except UserError as error:  # moved or damaged meanwhile: the run itself is done
+        yield f"The result cannot be shown: {error}"
+        return
     noun = "fine-tuned transformer" if result.is_full else "LoRA"
     yield f"The {noun}: {result.path}"
-    sheet = Sheet.of_run(output)
     best = sheet.best if held_out else None
     strength = sheet.best_strength if best is not None else 1.0
     if best is not None:

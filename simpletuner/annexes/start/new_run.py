@@ -179,6 +179,9 @@ class NewRun:
             config["checkpoint_step_interval"] = checkpoint_interval(steps)
         config |= self._previews(config)
         config |= self._preservation()
+        if self.trigger and self.phrase:
+            # In the header of every weight file, where one looks for the words later.
+            config["model_card_trigger"] = [self.captioned_as or self.phrase]
         if self.held_out:
             config["eval_steps_interval"] = config["checkpoint_step_interval"]
             config["eval_timesteps"] = EVAL_TIMESTEPS

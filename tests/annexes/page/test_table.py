@@ -140,6 +140,7 @@ def test_columns_are_the_untrained_model_the_checkpoints_and_the_result(
     assert [len(row) for row in rows(shown)] == [4, 4]
     assert re.findall(r'<th scope="row"[^>]*>(.*?)</th>', shown) == ["0.75", "1"]
     assert shown.count("Use this: step 200 at strength 0.75") == 1
+    assert "hold out a few files in the next run." in shown
 
 
 def test_previews_are_shown_until_checkpoints_are_compared(page: TestClient, folder: Path) -> None:
@@ -154,6 +155,17 @@ def test_previews_are_shown_until_checkpoints_are_compared(page: TestClient, fol
     assert heads(shown)[1:] == ["untrained", "step 100", "step 150 no checkpoint"]
     assert "Use this: step 100" in shown
     assert "Use this: step 150" not in shown
+
+
+def test_untrained_model_alone_is_not_a_table(page: TestClient, folder: Path) -> None:
+    record = MediaRecord(0, "cat", PROMPT, "0.png", 8, 8)
+    write_picture(folder / record.path)
+    (folder / MEDIA_FILE).write_text(json.dumps(asdict(record)) + "\n")
+
+    shown = results(page, folder)
+
+    assert "<table" not in shown
+    assert "Compare</button>" in shown
 
 
 def test_loss_says_whether_it_was_measured(page: TestClient, folder: Path) -> None:

@@ -67,6 +67,24 @@ function show(button, starred) {
   if (button.textContent.length === 1) button.textContent = starred ? "★" : "☆";
 }
 
+// ---- Size of the cells ----
+
+function setSize(size) {
+  pane.dataset.cells = size;
+  for (const button of pane.querySelectorAll("[data-cell-size]")) {
+    button.setAttribute("aria-pressed", String(button.dataset.cellSize === size));
+  }
+}
+
+const rememberedSize = () => localStorage.getItem("cell-size") ?? (innerWidth > 700 ? "M" : "S");
+setSize(rememberedSize());
+pane.addEventListener("shown", () => setSize(rememberedSize()));
+
+function changeSize(size) {
+  localStorage.setItem("cell-size", size);
+  setSize(size);
+}
+
 // ---- Comparisons ----
 
 function asked(form) {
@@ -104,6 +122,7 @@ pane.addEventListener("click", (event) => {
   const button = event.target.closest("button");
   if (button?.dataset.use) use(button.dataset);
   else if (button?.dataset.star) star(button);
+  else if (button?.dataset.cellSize) changeSize(button.dataset.cellSize);
   else if (button?.dataset.cancel) send("queue/remove", { job: button.dataset.cancel }).then(() => want("results"));
 });
 
