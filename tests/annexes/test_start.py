@@ -127,15 +127,6 @@ def test_some_of_many_files_are_held_out_to_compare_checkpoints(
     assert "2 of 2 pictures used" in output
 
 
-def write_sweep(folder: Path, steps: Sequence[int], losses: dict[str, float]) -> None:
-    """The files of a sweep: a sheet with a picture a step, and losses by strength."""
-    folder.mkdir(parents=True)
-    (folder / "cell.png").touch()
-    cell = {"short_name": "validation", "prompt": "", "path": "cell.png", "width": 64, "height": 64}
-    (folder / "sheet.json").write_text(json.dumps([{**cell, "step": step} for step in steps]))
-    (folder / "losses.json").write_text(json.dumps(losses))
-
-
 def test_written_config_can_be_planned(commands: list[list[str]], capsys: Capture) -> None:
     put_pictures(Path("cat"), 3, captions=0)
 

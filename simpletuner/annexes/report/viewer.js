@@ -118,11 +118,15 @@ function gather() {
   for (const shot of document.querySelectorAll("figure.shot")) {
     for (const button of shot.querySelectorAll("button.preview")) addShot(shot, button);
   }
-  for (const clip of document.querySelectorAll(":is(.cells, .shot) video")) describeClip(watch(clip));
+  for (const clip of document.querySelectorAll(":is(.cells, .shot, .compared) video")) describeClip(watch(clip));
   document.querySelectorAll("button.play.all").forEach((each) => { each.textContent = labelOfAll(); });
 }
 
-const itemAt = (button) => items.findIndex((item) => item.source === button.firstElementChild.src);
+// The item of a button, or of another that shows the same file.
+function itemAt(button) {
+  const own = items.findIndex((item) => item.button === button);
+  return own >= 0 ? own : items.findIndex((item) => item.source === button.firstElementChild.src);
+}
 
 // A large preview; the rows of its section may have only a selection of the steps, and no row for its prompt.
 function addShot(shot, button) {
@@ -214,6 +218,8 @@ function show(index) {
   const tools = element("div", { class: "tools" },
     button("←", "Previous (left arrow)", () => show(index - 1), { disabled: index === 0 }),
     button("→", "Next (right arrow)", () => show(index + 1), { disabled: index === items.length - 1 }),
+    button("↑", "Row above (up arrow)", () => show(neighbour(-1)), { disabled: neighbour(-1) < 0 }),
+    button("↓", "Row below (down arrow)", () => show(neighbour(1)), { disabled: neighbour(1) < 0 }),
     ...(canCompare ? [button("Compare", `Compare with ${shortLabel(first)}`, toggle("compare"), { pressed: view.compare })] : []),
     ...moreTools.flatMap((make) => make(item)),
     button("1:1", "Actual pixels", toggle("natural"), { pressed: view.natural }),

@@ -434,7 +434,7 @@ def test_file_for_comfyui_at_a_strength_is_two_clicks_away(
         tab.get_by_role("button", name="Enlarge prompt0, step 200").last.click()
         viewer = tab.locator("#viewer")
         tab.keyboard.press("ArrowUp")
-        expect(viewer).to_contain_text("step 200")
+        expect(viewer).to_contain_text("step 200, strength 0.75")
         tab.keyboard.press("ArrowLeft")
         expect(viewer).to_contain_text("step 100")
         viewer.get_by_role("button", name="Use this").click()
