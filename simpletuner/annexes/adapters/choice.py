@@ -60,7 +60,8 @@ class Choice:
         if self.ema:
             parts.append("ema")
         if strength != 1.0:
-            parts.append(f"strength{strength:g}")
+            sign = "minus" if strength < 0 else ""
+            parts.append(f"strength{sign}{abs(strength):g}")
         if form:
             parts.append(form)
         return f"{'-'.join(parts)}.safetensors"

@@ -276,6 +276,7 @@ def test_page_and_terminal_write_the_same_file(
     made = convert(folder, form, tmp_path, float(strength), checkpoint=checkpoint)
     assert answer.content == made.path.read_bytes()
     assert made.path.name in answer.headers["content-disposition"]
+    assert "--" not in made.path.name
     assert made.path.name in shown.replace("<wbr>", "")
 
 

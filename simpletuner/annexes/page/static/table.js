@@ -69,8 +69,25 @@ function show(button, starred) {
 
 // ---- Size of the cells ----
 
+const NARROWEST = 112; // pixels
+const WIDEST = 240;
+const PADDING = 13; // of a cell, and its border
+
+// The width with which all columns fit into the table's box, within limits.
+function fittingWidth(box) {
+  const heads = [...box.querySelectorAll("thead th")];
+  const columns = heads.filter((head) => !head.className || head.className === "best");
+  const labels = heads.filter((head) => !columns.includes(head));
+  const taken = labels.reduce((sum, head) => sum + head.offsetWidth, 0);
+  const width = (box.parentElement.clientWidth - taken - 4) / columns.length - PADDING;
+  return Math.max(NARROWEST, Math.min(WIDEST, Math.floor(width)));
+}
+
 function setSize(size) {
   pane.dataset.cells = size;
+  const box = pane.querySelector(".table-box");
+  if (box && size === "M") box.style.setProperty("--cell", `${fittingWidth(box)}px`);
+  else box?.style.removeProperty("--cell");
   for (const button of pane.querySelectorAll("[data-cell-size]")) {
     button.setAttribute("aria-pressed", String(button.dataset.cellSize === size));
   }
@@ -79,6 +96,7 @@ function setSize(size) {
 const rememberedSize = () => localStorage.getItem("cell-size") ?? (innerWidth > 700 ? "M" : "S");
 setSize(rememberedSize());
 pane.addEventListener("shown", () => setSize(rememberedSize()));
+addEventListener("resize", () => setSize(rememberedSize()));
 
 function changeSize(size) {
   localStorage.setItem("cell-size", size);
