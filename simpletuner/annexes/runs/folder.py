@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -98,6 +99,15 @@ class RunFolder:
             UserError: the lock is damaged.
         """
         return read_owner(self.folder / LOCK_FILE)
+
+    @property
+    def host(self) -> str:
+        """The other machine that holds the folder's lock; empty if it is this one, or none."""
+        with suppress(OSError, UserError):
+            owner = self.owner
+            if owner is not None and owner.host != socket.gethostname():
+                return owner.host
+        return ""
 
     @property
     def pid(self) -> int | None:

@@ -192,7 +192,10 @@ class Run(RunFolder):
             now = self.now(status, history, progress)
             if is_paused:
                 return {"label": "paused", "stage": now.stage, "sentence": message}
-            return {"label": label, "stage": now.stage, "sentence": now.sentence}
+            sentence = now.sentence
+            if self.host:
+                sentence = f"On {self.host}: {sentence}"
+            return {"label": label, "stage": now.stage, "sentence": sentence}
         step = progress["current"]
         if status == "cancelled" and step and saved_step(self) >= step:
             label = f"stopped at {step:,}, can continue"

@@ -71,8 +71,13 @@ def test_every_kind_of_run_has_one_filled_button_and_one_sentence(
     page: TestClient, tmp_path: Path
 ) -> None:
     for run in every_run():
-        head = part(page, known(run.write(tmp_path)), "head")
+        folder = known(run.write(tmp_path))
+        head = part(page, folder, "head")
+        rest = "".join(
+            part(page, folder, name) for name in ("advice", "planned", "previews", "log")
+        )
 
+        assert "cannot be shown" not in head + rest, run.name
         assert FILLED.findall(head) in (WANTED[run.state], ["Add to queue"]), run.name
         assert len(SENTENCE.findall(head)) == 1, run.name
         assert not [words for words in TERMINAL if words in head], run.name
@@ -119,6 +124,15 @@ def test_sentence_says_what_a_run_does_now(
     shown = Run("run", tmp_path).status()["sentence"]
 
     assert shown.startswith(sentence)
+
+
+def test_a_run_on_another_machine_names_it(tmp_path: Path) -> None:
+    tell(tmp_path, *STEPS)
+    own(tmp_path, host="elsewhere")
+
+    sentence = Run("run", tmp_path).status()["sentence"]
+
+    assert sentence.startswith("On elsewhere: Training, step 3 of 9")
 
 
 def test_a_round_of_previews_is_expected_to_take_as_long_as_the_last_one(tmp_path: Path) -> None:
