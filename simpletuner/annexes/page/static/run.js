@@ -205,8 +205,16 @@ function chooseFirst() {
   for (const link of links) link.setAttribute("aria-current", String(link.dataset.run === run));
 }
 
+// Nothing of another run is shown while the parts of this one are fetched.
+function forgetParts() {
+  for (const [name, part] of Object.entries(parts)) {
+    Object.assign(part, { query: "", at: undefined }); // fetched at once
+    if (!(name in ofAll)) place(name).replaceChildren();
+  }
+}
+
 export function choose(id) {
-  if (run !== id) for (const part of Object.values(parts)) part.query = "";
+  if (run !== id) forgetParts();
   run = id;
   follows = false;
   remember("run", id);
