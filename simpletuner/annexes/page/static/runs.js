@@ -96,6 +96,7 @@ async function archiveAll(ids) {
     else refused.push(...sentences(answer));
   }
   picked.clear();
+  showPicked();
   want("list", "queue", "head");
   const folders = moved.map((each) => each.folder).join(", ");
   const stays = moved.length > 1 ? "Their configs stay." : "Its config stays.";
