@@ -148,23 +148,22 @@ def listed_run(run: Run, *, is_archived: bool = False) -> ListedRun:
 
 
 def state_in_words(folder: Path, status: dict[str, Any]) -> tuple[str, str]:
-    """The state of a run as a word, and how far it is or got."""
+    """The state of a run in the words of its page, and how far it is or got."""
     current = status["progress"]["current"]
     total = status["progress"]["total"]
+    # The badge of a list is short: `stopped at 110, can continue` is split.
+    state = "stopped" if status["label"].startswith("stopped") else status["label"]
     at = f"at {current:,}" if current else "before the first step"
     match status["status"]:
         case "running":
-            return "running", f"{current:,} of {total:,}" if total else f"{current:,}"
+            return state, f"{current:,} of {total:,}" if total else f"{current:,}"
         case "completed":
-            return "finished", f"{current:,} steps" if current else ""
-        case "cancelled":
-            return "stopped", at + what_remains(folder, current)
-        case "interrupted":
-            return "ended", at + what_remains(folder, current)
+            return state, f"{current:,} steps" if current else ""
+        case "cancelled" | "interrupted":
+            return state, at + what_remains(folder, current)
         case "error":
-            return "failed", at
-        case state:
-            return state, ""
+            return state, at
+    return state, ""
 
 
 def what_remains(folder: Path, step: int) -> str:

@@ -202,7 +202,7 @@ def test_job_without_a_process_does_not_take_an_earlier_success(
     (finished / "sweep").mkdir()
     (finished / "sweep" / "job.log").write_text("$ simpletuner sweep\nSaved everything\n")
     queue_of(page).add(command, str(finished), state="running")
-    assert "ended early" in wait(page, lambda text: "running" not in text)
+    assert "interrupted" in wait(page, lambda text: "running" not in text)
 
 
 def test_queued_runs_wait_for_a_run_started_by_hand(

@@ -51,10 +51,15 @@ def test_every_kind_of_run_is_told_in_words(project: Path) -> None:
 
     assert told.keys() == kinds.keys()
     for run, kind in kinds.items():
-        ended = (
-            "ended at 3, nothing saved" if kind.saved == "nothing" else "ended at 3, can continue"
-        )
-        words = {"running": "running 3 of 9", "done": "finished 3 steps", "interrupted": ended}
+        is_saved = kind.saved != "nothing"
+        rest = "at 3, can continue" if is_saved else "at 3, nothing saved"
+        words = {
+            "running": "running 3 of 9",
+            "done": "finished 3 steps",
+            "interrupted": f"interrupted {rest}",
+            "cancelled": f"cancelled {rest}",
+            "stopped": f"stopped {rest}" if is_saved else f"cancelled {rest}",
+        }
         assert told[run] == words[kind.state], kind.name
 
 
