@@ -31,7 +31,7 @@ from simpletuner.planning.checkpoint_folder import FOLDER_NAME, find_checkpoints
 from simpletuner.reporting.metrics import REPORT_FILE
 from simpletuner.reporting.wording import size_text
 from simpletuner.weights.files import WeightsError, weights_header
-from simpletuner.weights.lora_names import PREFIXES, LoraForm
+from simpletuner.weights.lora_names import LORA_FILE, PREFIXES, LoraForm
 
 # Not compressed by the server: that would be slow, and hide the size from the browser.
 BINARY = "application/octet-stream"
@@ -46,11 +46,14 @@ class SavedWeights:
         checkpoints: steps with a checkpoint.
         result: step of the result; None without one.
         is_full: a full fine-tune, not a LoRA.
+        can_compare: whether checkpoints can be rendered: of a LoKr, LoHa or LyCORIS, only the
+            result is also a plain LoRA.
     """
 
     checkpoints: tuple[int, ...]
     result: int | None
     is_full: bool
+    can_compare: bool
 
     @classmethod
     def of(cls, folder: Path) -> SavedWeights:
@@ -62,7 +65,8 @@ class SavedWeights:
         if result is None and not is_full:
             result = result_step(folder, "full")
             is_full = result is not None
-        return cls(steps, result, is_full)
+        has_loras = all((save.path / LORA_FILE).is_file() for save in saves)
+        return cls(steps, result, is_full, can_compare=bool(saves) and (is_full or has_loras))
 
     @property
     def steps(self) -> list[int]:

@@ -168,6 +168,21 @@ def test_untrained_model_alone_is_not_a_table(page: TestClient, folder: Path) ->
     assert "Compare</button>" in shown
 
 
+def test_checkpoints_without_a_plain_lora_are_not_offered_for_comparison(
+    page: TestClient, folder: Path
+) -> None:
+    for step in (100, 200):
+        checkpoint = folder / f"checkpoint-{step}"
+        (checkpoint / LORA_FILE).rename(checkpoint / "lokr_weights.safetensors")
+        manifest = Manifest(step, 0, IDENTITY, describe_files(checkpoint))
+        write_manifest(checkpoint, manifest)
+
+    shown = results(page, folder)
+
+    assert "These checkpoints cannot be compared" in shown
+    assert "Compare</button>" not in shown
+
+
 def test_loss_says_whether_it_was_measured(page: TestClient, folder: Path) -> None:
     compared(folder)
     measured(folder, {100: 1.5, 250: 1.2})
