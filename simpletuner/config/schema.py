@@ -336,7 +336,9 @@ class EmaConfig(Group):
 
     use_ema: Flag = common(False, label="EMA")
     """Keep an exponential moving average of the trained weights."""
-    ema_validation: Literal["none", "ema_only", "comparison"] = common("comparison")
+    ema_validation: Literal["none", "ema_only", "comparison"] = common(
+        "comparison", label="Previews"
+    )
     """Render previews with the trained weights (none), their average (ema_only), or both."""
     ema_update_interval: Integer = option(1, ge=1)
     """Steps between updates of the average."""
@@ -601,9 +603,9 @@ class ValidationConfig(Group):
     """Do not render the empty prompt."""
     validation_on_startup: Flag = previewed(False)
     """Render when a run starts or resumes."""
-    validate_after_step: Integer = previewed(0, ge=0)
+    validate_after_step: Integer = previewed(0, ge=0, label="First Step")
     """The first step at which previews may be rendered."""
-    num_validation_images: Integer = option(1, ge=1, le=MOST_SHOTS)
+    num_validation_images: Integer = option(1, ge=1, le=MOST_SHOTS, label="Number per Prompt")
     """Pictures or clips rendered for each prompt."""
     num_eval_images: Integer = option(4, ge=1, le=100_000)
     """Pictures taken from a dataset for each round of previews or evaluation."""

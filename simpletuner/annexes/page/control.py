@@ -26,6 +26,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from simpletuner.annexes.fitting.ready import CONSENT
 from simpletuner.annexes.page.archive import is_archived
 from simpletuner.annexes.page.cards import why_unknown
 from simpletuner.annexes.page.files import Configuration
@@ -82,6 +83,7 @@ RUN_FILES = frozenset({METRICS_FILE, LOCK_FILE, CONSOLE_FILE})
 FOLDERS_OF_RUNS = frozenset(
     {"benchmarks", "failures", "model_card", "pipeline", "requests", "samples", "sweep"}
 )
+CONSENT_KEY = "i_know_what_i_am_doing"
 RESUME = "resume_from_checkpoint"
 NOTHING_RUNS = "No active training job."
 NOT_IN_LOOP = (
@@ -514,4 +516,9 @@ def document_in(output: str, messages: str, folder: str) -> dict[str, Any]:
         return {"ok": False, "problems": [problem]}
     for problem in document["problems"]:
         problem["message"] = redact(problem["message"])
+        if problem["message"].endswith(CONSENT):
+            # The page has neither a terminal nor `--yes`, but a button for the remedy.
+            words = problem["message"].removesuffix(CONSENT)
+            problem["message"] = f"{words}To train on it all the same, set {CONSENT_KEY}."
+            problem["remedy"] = {CONSENT_KEY: True}
     return document

@@ -48,6 +48,18 @@ class DocsSection:
 
 
 @dataclass(frozen=True)
+class DocsGroup:
+    """Pages of the index below one of its headings.
+
+    Attributes:
+        pages: titles of pages by path.
+    """
+
+    heading: str
+    pages: dict[str, str]
+
+
+@dataclass(frozen=True)
 class DocsMatch:
     """A section that a search found, and a part of its text in which the words are marked."""
 
@@ -75,6 +87,8 @@ def show(request: Request) -> Response:
             title=title,
             body=body,
             is_index=not path,
+            path=path,
+            contents=contents(),
             query=query,
             matches=search_docs(query),
             most=MOST_MATCHES,
@@ -90,6 +104,27 @@ def is_page(file: Path) -> bool:
 def listed_pages() -> list[str]:
     """The paths of the pages, in the order of the index."""
     return list(dict.fromkeys(PAGE_LINK.findall(INDEX.read_text(encoding="utf-8"))))
+
+
+@lru_cache(maxsize=1)
+def contents() -> list[DocsGroup]:
+    """All pages as the index groups them."""
+    groups: list[DocsGroup] = []
+    _, tokens = parse_page(INDEX)
+    for before, token in pairwise(tokens):
+        if before.type == "heading_open" and before.tag == "h2":
+            groups.append(DocsGroup(plain_text(token), {}))
+        elif token.type == "inline" and groups:
+            groups[-1].pages.update(linked_pages(token))
+    return [group for group in groups if group.pages]
+
+
+def linked_pages(token: Token) -> Iterator[tuple[str, str]]:
+    """The paths and titles of the pages to which a text links."""
+    for link, text in pairwise(token.children or ()):
+        path = str(link.attrs.get("href", ""))
+        if link.type == "link_open" and path.endswith(".md"):
+            yield path, text.content
 
 
 def parse_page(file: Path) -> tuple[str, list[Token]]:

@@ -52,6 +52,14 @@ def test_the_index_has_three_kinds_and_a_line_for_every_page(client: TestClient)
     assert '<td><a href="CHOOSING.md">Choosing</a></td>\n<td>which checkpoint' in index
 
 
+def test_every_page_names_all_pages_at_its_side(client: TestClient) -> None:
+    for path in ("", "TUTORIAL.md"):
+        page = client.get(f"/docs/{path}").text
+        side = page.partition('aria-label="All pages"')[2].partition("</nav>")[0]
+
+        assert re.findall(r'href="/docs/([^"]+)"', side) == listed_pages(), path
+
+
 @pytest.mark.parametrize(
     ("query", "address"),
     [
@@ -104,7 +112,7 @@ def test_nothing_else_is_served(client: TestClient, path: str) -> None:
 
 
 def test_help_leads_to_the_documentation(client: TestClient) -> None:
-    form = client.get("/").text
+    form = client.get("/settings").text
 
     assert '<a href="/docs/TREAD.md" target="_blank">docs/TREAD.md</a>' in form
     links = set(re.findall(r'href="(/docs/[^"]+)"', form))

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from simpletuner.annexes.draft import Draft
-from simpletuner.annexes.page.control import run_while_wanted
+from simpletuner.annexes.page.control import document_in, run_while_wanted
 from simpletuner.annexes.page.form import fields
 from simpletuner.annexes.page.guard import Access, Guard
 from simpletuner.annexes.page.project import Project, Refusal
@@ -429,3 +429,14 @@ def test_redaction_of_one_request_does_not_affect_another(
     assert "'[hidden] is no learning_rate' is not a whole number." in [
         each["message"] for each in answer["problems"]
     ]
+
+
+def test_the_plan_on_the_page_names_no_flag_of_the_terminal() -> None:
+    advice = "To train on the CPU, run train --yes or set i_know_what_i_am_doing."
+    problem = {"key": "device", "message": f"no GPU was found. {advice}", "fatal": False}
+
+    document = document_in(json.dumps({"problems": [problem]}), "", "/tmp/plan")
+
+    (shown,) = document["problems"]
+    assert "--yes" not in shown["message"]
+    assert shown["remedy"] == {"i_know_what_i_am_doing": True}

@@ -385,7 +385,7 @@ def test_address_and_run_follow_the_config(page: Any, workspace: Workspace) -> N
     page.get_by_label("Output Folder", exact=True).fill("there")
     go(page, "Runs")
     # Start asks for unsaved changes, and saves nothing unless told to.
-    page.get_by_role("button", name="Start", exact=True).click()
+    page.locator(".run-main").get_by_role("button", name="Start", exact=True).click()
     dialog = page.get_by_role("dialog", name="There are unsaved changes")
     dialog.get_by_role("button", name="Cancel").click()
     assert not workspace.path("config/second").exists()
@@ -480,7 +480,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("settings", [{"my_own_key": None}])
 def test_plan_is_live_and_answers_what_if(no_gpu: None, page: Any, workspace: Workspace) -> None:
-    workspace.path("datasets/pictures/notes.pdf").write_bytes(b"?")
+    workspace.path("datasets/pictures/torn.png").write_bytes(b"?")
     plan = page.get_by_role("complementary", name="Plan")
     expect(plan.locator("#verdict")).to_have_text("no GPU")
     expect(plan.locator(".bad")).to_contain_text("no GPU was found. On the CPU this takes about ")
@@ -503,9 +503,7 @@ def test_plan_is_live_and_answers_what_if(no_gpu: None, page: Any, workspace: Wo
     card = page.locator(".dataset-card").first
     expect(card.locator(".used")).to_have_text("2 of 3 files used")
     card.get_by_text("1 of 3 files not used").click()
-    expect(card.locator(".ledger li")).to_contain_text(
-        "notes.pdf does not have the extension of a picture"
-    )
+    expect(card.locator(".ledger li")).to_contain_text("torn.png")
 
 
 def test_a_remedy_is_applied_with_one_click_and_waits_to_be_saved(
@@ -555,6 +553,41 @@ def test_search_and_keys_reach_every_option(page: Any) -> None:
     page.get_by_label("Part of the settings").select_option("Training")
     expect(page.locator("#f-huber_c")).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+def test_a_search_shows_the_best_match_first_and_leads_back(page: Any) -> None:
+    page.evaluate("scrollTo(0, 500)")
+    search = page.locator("#search")
+    for words, label in {"rank": "Rank", "learning rate": "Learning Rate"}.items():
+        search.fill(words)
+        expect(page.locator("#found .field").first.locator("label")).to_have_text(label)
+    search.fill("block index")  # greyed without CREPA
+    expect(page.locator("#found .field.greyed").last).to_be_visible()
+    last = page.locator("#found .field").last
+    expect(last).to_have_class(re.compile("greyed"))
+
+    search.fill("")
+
+    expect(page.locator("[id='basic/what']")).to_be_visible()
+    assert page.evaluate("scrollY") == 500
+
+
+def test_another_config_shows_nothing_of_the_last_one(page: Any, workspace: Workspace) -> None:
+    second = workspace.path("config/second/config.json")
+    second.parent.mkdir()
+    second.write_text("{}")
+    page.reload()
+    page.get_by_label("Batch Size", exact=True).fill("two")
+    expect(page.locator(".parts .count:visible")).to_have_count(1)
+    page.locator("#save").click()
+    expect(page.locator("#saved")).to_have_text("Saved")
+    page.route("**/api/training/validate", lambda route: None)  # never answers
+
+    page.locator("#config").select_option("second")
+
+    expect(page.locator("#config")).to_have_value("second")
+    expect(page.locator(".parts .count:visible")).to_have_count(0)
+    expect(page.locator("#verdict")).to_be_empty()
 
 
 def test_tread_is_none_a_quarter_or_a_half(page: Any, workspace: Workspace) -> None:

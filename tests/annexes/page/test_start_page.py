@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -197,7 +196,7 @@ def test_start_card_works_by_keyboard_and_reports_problems(
         entry = json.loads((folder / "config/cats/multidatabackend.json").read_text())[0]
         assert (entry["caption_strategy"], entry["prepend_instance_prompt"]) == ("textfile", True)
         go(page, "New")
-        page.get_by_role("button", name=re.compile("^demo LoRA")).click()
+        page.locator("[data-example=demo]").click()
         dialog = page.get_by_role("dialog", name="New config")
         expect(dialog.get_by_label("Start from")).to_have_value("examples/demo")
     assert started == []

@@ -121,14 +121,22 @@ export function tellDatasets(problems) {
   });
 }
 
+function usedFiles({ used, files, held_out: heldOut, learned }) {
+  const parts = [`${used} of ${files} files used`];
+  if (heldOut) parts.push(`${heldOut} held out`);
+  if (learned !== null) parts.push(`${(100 * learned).toPrecision(3)} % learned`);
+  return parts.join(", ");
+}
+
 // The plan's results for the folders.
 export function tellLedger(datasets = []) {
   counted = datasets;
   cards.forEach((card, index) => {
     const found = datasets.find((each) => each.id === state.datasets.entries[index].id), left = found?.left_out ?? [];
-    const badge = card.querySelector(".used"), ledger = card.querySelector(".ledger");
+    const badge = card.querySelector(".used");
+    const ledger = card.querySelector(".ledger");
     badge.hidden = !found;
-    badge.textContent = found && `${found.used} of ${found.files} files used${found.held_out ? `, ${found.held_out} held out` : ""}${found.learned === null ? "" : `, ${(100 * found.learned).toPrecision(3)} % learned`}`;
+    badge.textContent = found && usedFiles(found);
     ledger.hidden = !left.length;
     ledger.querySelector("summary").textContent = found && `${found.files - found.used - found.held_out} of ${found.files} files not used`;
     ledger.querySelector("ul").replaceChildren(...left.map(({ file, reason }) => element("li", {}, element("span", { className: "key", textContent: file }), ` ${reason}`)));

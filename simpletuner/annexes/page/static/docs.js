@@ -1,4 +1,5 @@
-// Searches the documentation while one types. The page may not send forms, so it fetches what they would show.
+// Searches the documentation while one types, and copies blocks of code. The page may not send forms, so it fetches what
+// they would show.
 const form = document.querySelector("[role=search]");
 const content = document.querySelector("#content");
 let latest = 0;
@@ -14,6 +15,31 @@ async function show() {
   history.replaceState(null, "", address); // first, since links are relative to it
   content.replaceChildren(...shown.querySelector("#content").childNodes);
 }
+
+// ---- Blocks of code ----
+
+async function copy(block, button) {
+  try {
+    await navigator.clipboard.writeText(block.textContent);
+    button.textContent = "Copied";
+  } catch {
+    // Without https, a browser does not let a page write to the clipboard.
+    getSelection().selectAllChildren(block);
+    button.textContent = "Selected: press Ctrl+C";
+  }
+}
+
+for (const block of content.querySelectorAll("pre")) {
+  const frame = document.createElement("div");
+  const button = document.createElement("button");
+  frame.className = "snippet";
+  Object.assign(button, { type: "button", className: "copy", textContent: "Copy" });
+  button.addEventListener("click", () => copy(block, button));
+  block.replaceWith(frame);
+  frame.append(block, button);
+}
+
+// ---- Search ----
 
 form.addEventListener("input", () => {
   clearTimeout(timer);

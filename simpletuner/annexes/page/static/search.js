@@ -76,7 +76,7 @@ function pathTo(field) {
   const names = [
     card.closest(".part")?.querySelector("h2").textContent,
     card.matches("details") ? card.getAttribute("aria-label") : card.querySelector("h2").textContent,
-    field.closest(".group")?.dataset.group,
+    field.closest(".group")?.querySelector(":scope > h3")?.textContent,
     dataset && `dataset ${dataset}`,
   ];
   return [...new Set(names.filter(Boolean))].join(", ");
