@@ -155,10 +155,12 @@ def test_a_slider_shows_the_previews_of_any_step(page: Any, finished: Path) -> N
 
     page.get_by_label("beside").select_option("nothing")
     page.get_by_label("Step of the previews").press("Home")
-    page.get_by_role("button", name="Small").click()
+    page.get_by_role("button", name="Small", exact=True).click()
     page.reload()
 
-    expect(page.get_by_role("button", name="Small")).to_have_attribute("aria-pressed", "true")
+    expect(page.get_by_role("button", name="Small", exact=True)).to_have_attribute(
+        "aria-pressed", "true"
+    )
     page.get_by_label("Step of the previews").press("Home")
     expect(page.locator(".shots.main button.preview").last).to_have_attribute("data-step", "0")
 
