@@ -60,6 +60,8 @@ TOP_FILES = frozenset(
         RATES_FILE,
         REPORT_FILE,
         STARS_FILE,
+        STARS_FILE,
+        f".{STARS_FILE}.lock",
         STARTED_FILE,
         WANDB_FILE,
         "caption.log",

@@ -21,6 +21,7 @@ from simpletuner.annexes.page.control import run_id
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.queue import Queue
 from simpletuner.annexes.page.serve import create_app
+from simpletuner.annexes.page.stars import Star, set_star
 from simpletuner.planning.lock import LOCK_FILE, lock_output
 from simpletuner.weights.lora_names import LORA_FILE
 from tests.annexes.page.run_folder import RunFolder, every_run
@@ -171,6 +172,16 @@ def test_files_of_the_user_are_listed_and_keep_the_folder(
     assert 'class="sure"' not in shown
     assert f"did not write: {name}. Move them elsewhere first." in reason
     assert tree(archived) == before
+
+
+def test_stars_and_converted_files_are_deleted_with_their_run(page: Page, output: Path) -> None:
+    set_star(output, Star(2, 1.0, "a bird"), starred=True)
+    (output / "cats-step2-strength0.75-comfyui.safetensors").write_bytes(b"a LoRA")
+    archived = page.archive(output)
+
+    page.post("delete", archived, confirmed=Contents.of(archived).digest)
+
+    assert not archived.exists()
 
 
 @pytest.mark.parametrize("place", ["link", "sweep/cells/link", "checkpoint-2/training_state"])
