@@ -25,14 +25,14 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.errors import Problem, shorten
 
 PAGE = 60  # files in an answer
-LOOK_SECONDS = 1.0  # spent on decoding in a request
+LOOK_SECONDS = 1.5  # spent on decoding in a request
 
 
 def show_drop(request: Request, body: dict[str, Any]) -> Response:
     """A page of the files, and the number of files with each fault.
 
-    The body is `{"folder", "kind", "from"}` with the answers so far. Files are looked at for about
-    a second, those of the page first; the request is repeated until `looked` is `all`.
+    The body is `{"folder", "kind", "from"}` with the answers so far. Files are looked at for one or
+    two seconds, those of the page first; the request is repeated until `looked` is `all`.
     """
     project = project_of(request)
     start = _whole_number(body, "from")

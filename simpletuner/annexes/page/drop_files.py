@@ -200,6 +200,5 @@ def dropped_files(
     """
     everything = DroppedFiles(media, run, {})
     order = dict.fromkeys([*first, *everything.names])
-    allowed = [name for name in order if project.may_show(media.folder / name)]
-    looks = look_at(media.folder, allowed, seconds)
+    looks = look_at(media.folder, order, seconds, project.may_show)
     return DroppedFiles(media, run, looks)

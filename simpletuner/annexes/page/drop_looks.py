@@ -29,6 +29,7 @@ MEASURED_SIDE = 1024
 MOST_CONTRAST = 12.0
 LEAST_SOFTNESS = 0.5
 SMALLEST_MEASURED = 200  # pixels of the shorter side; of less, no blur is measured
+LINKED = "is behind a link out of the project"
 TILES = 8  # in each direction
 REBLUR = 9  # pixels
 # Where more than this share seems blurred, it is the style of the pictures, and none is marked.
@@ -71,11 +72,14 @@ def stamp(path: Path) -> str:
     return f"{status.st_size}-{status.st_mtime_ns}"
 
 
-def look_at(folder: Path, names: Iterable[str], seconds: float) -> dict[str, Look]:
+def look_at(
+    folder: Path, names: Iterable[str], seconds: float, may_show: Callable[[Path], bool]
+) -> dict[str, Look]:
     """The looks of the files that are known, or can be seen in time, in the order of `names`.
 
     Args:
         seconds: after which no further file is decoded.
+        may_show: whether the page may show a file; asked before it is decoded.
     """
     end = time.monotonic() + seconds
     seen: dict[str, Look] = {}
@@ -88,7 +92,8 @@ def look_at(folder: Path, names: Iterable[str], seconds: float) -> dict[str, Loo
             if look is None or look.stamp != now:
                 if time.monotonic() > end:
                     continue
-                look = known[name] = measure(path, now)
+                look = measure(path, now) if may_show(path) else Look(now, problem=LINKED)
+                known[name] = look
             seen[name] = look
     return seen
 

@@ -177,6 +177,20 @@ def test_a_damaged_file_of_the_project_is_marked(page: TestClient, folder: Path)
     assert faults_of(page, "mine")["torn.png"] == ["unreadable"]
 
 
+def test_a_link_out_of_the_project_is_not_decoded(
+    page: TestClient, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    secret = tmp_path_factory.mktemp("elsewhere") / "a.png"
+    secret.write_bytes(picture(1))
+    (folder / "mine").mkdir()
+    (folder / "mine/link.png").symlink_to(secret)
+    (folder / "mine/b.png").write_bytes(picture(2))
+
+    (link,) = [file for file in files_of(page, "mine")["files"] if file["name"] == "link.png"]
+
+    assert link["faults"][0]["detail"] == "is behind a link out of the project"
+
+
 def test_files_are_looked_at_a_few_in_each_request(
     page: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

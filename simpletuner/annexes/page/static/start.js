@@ -169,6 +169,16 @@ async function look(path, given = {}) {
   await judge(mine);
 }
 
+// The facts that depend on the model: its size, and which files are too small or too short for it.
+async function lookForModel() {
+  const mine = number, answer = await api("/api/start/look", { method: "POST", body: { folder, ...answers() } });
+  if (mine !== number || !answer.ok) return;
+  seen = answer.data;
+  showFacts();
+  showCaptions();
+  showFiles(folder, answers());
+}
+
 function showFacts() {
   const heldOut = seen.held_out ? say("{count} of them are held out of training, to compare checkpoints on them.", { count: seen.held_out }) : "";
   tell(`${seen.described}. ${heldOut}`.trim());
@@ -218,8 +228,7 @@ async function judge(mine) {
     note.textContent = text;
     if (fits && isOpen && !form.dataset.model && !input.checked) {
       input.checked = true;
-      showCaptions();
-      showFiles(folder, answers());
+      lookForModel();
     }
     isOpen &&= !fits;
   }
@@ -242,8 +251,7 @@ form.addEventListener("change", ({ target }) => {
   const again = () => look(folder, { ...answers(), name: form.dataset.named ? chosen("name") : "" });
   if (target.name === "model") {
     form.dataset.model = target.value;
-    showCaptions();
-    showFiles(folder, answers());
+    lookForModel();
   }
   if (target.name === "purpose" || target.name === "trigger") again();
 });
