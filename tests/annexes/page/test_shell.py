@@ -96,6 +96,9 @@ def test_start_in_settings_saves_and_shows_the_run(
     with opened(browser, project.folder, "?config=second#basic") as page:
         page.get_by_label("Batch Size", exact=True).fill("3")
         page.get_by_role("button", name="Start", exact=True).click()
+        dialog = page.get_by_role("dialog", name="Start this config?")
+        expect(dialog).to_contain_text("Its run stands at step 3 of 9")
+        dialog.get_by_role("button", name="Start", exact=True).click()
         expect(page.get_by_role("heading", level=1)).to_have_text("there")
     assert '"train_batch_size": 3' in project.path("config/second/config.json").read_text()
     assert started == [["train", f"--config={project.path('config/second/config.json')}"]]
@@ -111,3 +114,14 @@ def test_the_theme_is_remembered(page: Any) -> None:
 
     assert dark == "rgb(19, 19, 22)"
     assert light == "rgb(248, 247, 244)"
+
+
+@pytest.mark.slow(6)
+def test_start_in_settings_names_what_stands_in_the_way(
+    browser: Any, project: Workspace, started: list[list[str]]
+) -> None:
+    with opened(browser, project.folder, "?config=second#basic") as page:
+        page.get_by_label("Batch Size", exact=True).fill("two")
+        page.get_by_role("button", name="Start", exact=True).click()
+        expect(page.locator("#saved")).to_contain_text("Not started: Batch Size")
+    assert started == []

@@ -321,6 +321,12 @@ page("#search").addEventListener("input", ({ target }) => filter(target.value));
 page("#save").addEventListener("click", saveNow);
 page("#start-config").addEventListener("click", async () => {
   if (isDirty() && !(await saveNow())) return;
+  const obstacle = [...judged.problems, ...planned].find(({ fatal }) => fatal);
+  if (obstacle) {
+    showSaved(`Not started: ${problemLine({ ...obstacle, remedy: {} }).textContent.trim()}`);
+    page(".told .bad, #problems .bad")?.scrollIntoView({ block: "center" });
+    return;
+  }
   const { begin } = await import("./begin.js");
   showSaved(await begin(state.config));
 });
