@@ -150,7 +150,7 @@ def test_a_broken_neighbour_is_shown_as_broken_beside_a_good_run(
         sync_api.expect(listed).to_contain_text("finished")
         KINDS["an event without a session"][0](folder / "output" / "bad")
         page.reload()
-        sync_api.expect(listed).to_contain_text("broken")
+        sync_api.expect(listed).to_contain_text("damaged")
         sync_api.expect(page.locator(".run-list a", has_text="good")).to_contain_text("finished")
         listed.click()
         sync_api.expect(page.locator(".message")).to_contain_text("has an invalid line")
