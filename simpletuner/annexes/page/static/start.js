@@ -276,13 +276,14 @@ page("#caption-rest").addEventListener("click", () => submit("rest"));
 
 // Asks what to do with many files that would be left out; resolves to "agree", "rest", "write" or "".
 function askAbout(sentence) {
-  const dialog = page("#start-ask"), rest = dialog.querySelector("[value=rest]"), agree = dialog.querySelector("[value=agree]");
+  const dialog = page("#start-ask"), rest = dialog.querySelector("[value=rest]"), agree = dialog.querySelector("[value=agree]"), write = dialog.querySelector("[value=write]");
   page("#start-ask-title").textContent = say("Leave so many files out?");
   dialog.querySelector(".what").textContent = sentence;
   agree.textContent = say("Start without them");
   rest.hidden = !mayCaption();
-  agree.classList.toggle("primary", rest.hidden);
-  dialog.querySelector("[value=write]").hidden = seen.locked || !seen.uncaptioned;
+  write.hidden = seen.locked || !seen.uncaptioned;
+  write.classList.toggle("primary", rest.hidden);
+  agree.classList.toggle("primary", rest.hidden && write.hidden);
   return ask(dialog);
 }
 
