@@ -155,7 +155,7 @@ def estimate(run: Run, prompts: Sequence[str], strengths: str, checkpoints: str)
         steps = {int(text) for text in checkpoints.split(",") if text.strip()}
     except ValueError:
         return "Strengths and checkpoints are numbers, such as 0.5, 0.75, 1."
-    unknown = sorted(steps.difference(saved.steps))
+    unknown = sorted(steps.difference(saved.checkpoints))
     if unknown:
         return f"There is no checkpoint of step {unknown[0]:,}."
     wanted = wanted_cells(run, prompts, numbers or {1.0}, steps or {*saved.steps}, saved)

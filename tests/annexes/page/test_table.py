@@ -496,5 +496,7 @@ def test_estimate_counts_what_is_missing_and_how_long_it_takes(
 
 def test_estimate_names_what_is_wrong(page: TestClient, folder: Path) -> None:
     assert estimate(page, folder, checkpoints="150") == "There is no checkpoint of step 150."
+    # The result is compared with all checkpoints, but is not one of them.
+    assert estimate(page, folder, checkpoints="300") == "There is no checkpoint of step 300."
     assert "are numbers" in estimate(page, folder, strengths="much")
     assert "not measured how long" in estimate(page, folder)
