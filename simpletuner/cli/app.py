@@ -83,7 +83,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "caption": (
             "simpletuner.cli.caption",
             "Write a .txt caption for each picture or clip that has none, with the checkpoint's "
-            "Qwen2.5-VL.",
+            "Qwen2.5-VL or by a server of your own.",
         ),
         "dataset": (
             "simpletuner.cli.dataset",

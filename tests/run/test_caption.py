@@ -13,8 +13,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from simpletuner.annexes.captions.captioner import DescriptionRequest, QwenCaptioner
+from simpletuner.annexes.captions.captioner import QwenCaptioner
 from simpletuner.annexes.captions.wording import Wording
+from simpletuner.annexes.captions.writing import DescriptionRequest
 from simpletuner.memory.offload import attach
 from simpletuner.models.source import ModelSource
 from simpletuner.weights.part import Part

@@ -1,6 +1,4 @@
-"""`simpletuner caption`: captions files with Qwen2.5-VL, the prompt encoder of Kandinsky 5.
-
-    files without caption ─► batch by batch: decode ─► describe ─► write beside each file
+"""A captioner of the checkpoint: Qwen2.5-VL, the prompt encoder of Kandinsky 5.
 
 The checkpoint contains the whole model, including the language head. A clip is passed as Qwen's
 video input: pairs of frames with the seconds between them (Qwen2.5-VL technical report,
@@ -10,26 +8,21 @@ torchvision.
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from PIL.Image import Image, Resampling
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, ProcessorMixin, Qwen2_5_VLForConditionalGeneration
 
 from simpletuner.annexes.captions.wording import ENCODER, LENGTHS, Wording, check_captioner
-from simpletuner.atomic import write_atomically
+from simpletuner.annexes.captions.writing import Description, DescriptionRequest, FileRequest
 from simpletuner.config.precision import quantisation, text_encoder_dtype
 from simpletuner.config.schema import OffloadConfig, PrecisionConfig
-from simpletuner.data.dataset import DatasetFile
-from simpletuner.data.files import MediaError
 from simpletuner.distributed.world import compute_threads
 from simpletuner.encoding.download import download
 from simpletuner.encoding.encoders import load_encoder
@@ -52,31 +45,17 @@ CHAT = (
     "<|im_start|>user\n<|vision_start|>{}<|vision_end|>{}<|im_end|>\n<|im_start|>assistant\n"
 )
 END = "<|im_end|>"
-# A token covers 28x28 pixels. A picture has at most about 1280 tokens, enough to read small print;
-# the frame of a clip has about 320.
-TOKEN_PIXELS = 28**2
-PICTURE_PIXELS = 1280 * TOKEN_PIXELS
-FRAME_PIXELS = 320 * TOKEN_PIXELS
 # Types of tokens, from which the model computes positions.
 IMAGE = 1
 VIDEO = 2
 # Qwen2.5-VL's published value; without it, greedy decoding may loop.
 REPETITION_PENALTY = 1.05
-
-
-@dataclass(frozen=True)
-class DescriptionRequest:
-    """A picture, or frames of a clip, to describe.
-
-    Attributes:
-        frames: one picture, or an even number of equally spaced frames of the same size.
-        instruction: what the model is asked to do.
-        seconds: duration of the frames; None for a picture.
-    """
-
-    frames: Sequence[Image]
-    instruction: str
-    seconds: float | None = None
+FEWEST_TOKENS = 16  # left for a caption after its trigger
+BATCH = 8  # by default
+WEIGHTS_SHARE = 0.8  # of the free device memory, at most, for weights
+ADVICE = (
+    "To reduce memory, set group_offload_text_encoder, or text_encoder_1_precision int8-quanto."
+)
 
 
 class QwenCaptioner:
@@ -146,8 +125,7 @@ class QwenCaptioner:
     def _prepare(self, request: DescriptionRequest) -> dict[str, Tensor]:
         """The model's inputs for one request."""
         is_clip = request.seconds is not None
-        most_pixels = FRAME_PIXELS if is_clip else PICTURE_PIXELS
-        frames = [_shrunk(frame, most_pixels) for frame in request.frames]
+        frames = request.small_frames
         visual = self.processor.image_processor(images=frames, return_tensors="pt")
         patches = visual["pixel_values"]
         grid = visual["image_grid_thw"]  # frames or pairs of frames, rows and columns of patches
@@ -210,95 +188,39 @@ def _batched(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return inputs | {name: torch.cat(tensors) for name, tensors in visual.items()}
 
 
-def _shrunk(picture: Image, most: int) -> Image:
-    """The picture, downscaled to at most `most` pixels."""
-    scale = math.sqrt(most / (picture.width * picture.height))
-    if scale >= 1:
-        return picture
-    width = max(1, int(picture.width * scale))
-    height = max(1, int(picture.height * scale))
-    return picture.resize((width, height), Resampling.LANCZOS)
-
-
-logger = logging.getLogger(__name__)
-
-FRAMES = 8  # per clip, evenly spaced over its trained part
-WIDEST = 100  # maximum aspect ratio of a picture
-FEWEST_TOKENS = 16  # left for a caption after its trigger
-BATCH = 8  # by default
-WEIGHTS_SHARE = 0.8  # of the free device memory, at most, for weights
-ADVICE = (
-    "To reduce memory, set group_offload_text_encoder, or text_encoder_1_precision int8-quanto."
-)
-
-FileRequest = tuple[DatasetFile, DescriptionRequest]
-
-
-def write_captions(
-    survey: Survey, files: Sequence[DatasetFile], wording: Wording, events: EventStream
-) -> int:
-    """Write a caption file beside each file; returns how many were written.
-
-    Existing captions are kept.
-    """
-    written = 0
-    for file, caption in described(survey, files, wording, events):
-        path = file.caption_path
-        # The user may have written a caption in the meantime.
-        if not path.exists() or not path.read_bytes().strip():
-            write_atomically(path, f"{caption}\n")
-            written += 1
-    return written
-
-
-def described(
-    survey: Survey, files: Sequence[DatasetFile], wording: Wording, events: EventStream
-) -> Iterator[tuple[DatasetFile, str]]:
-    """Caption files; files that cannot be decoded are logged and skipped.
-
-    Raises:
-        UserError: the model cannot be used, or does not fit into memory.
-    """
-    captioner = open_captioner(survey, events)
-    describe = DescribedBatches(captioner, longest(survey, captioner, wording))
-    # A large batch is fast: streamed weights are copied once per batch and token.
-    size = survey.config.caching.text_encoder_batch_size or BATCH
-    with events.phase("Writing captions", len(files), survey.spec.media_noun) as phase:
-        for start in range(0, len(files), size):
-            batch = files[start : start + size]
-            requests: list[FileRequest] = []
-            for file in batch:
-                request = _request(file, wording)
-                if request is not None:
-                    requests.append((file, request))
-            answers = describe(requests)
-            for (file, _), (text, is_whole) in zip(requests, answers, strict=True):
-                caption = wording.caption(text, is_whole=is_whole)
-                if caption:
-                    yield file, caption
-                else:
-                    logger.warning("%s is left out: the model returned an empty caption", file.path)
-            phase.advance(len(batch), batch[-1].name)
-
-
-class DescribedBatches(ShrinkingEncoder[FileRequest, tuple[str, bool]]):
+class DescribedBatches(ShrinkingEncoder[FileRequest, Description]):
     """Describes pictures in batches that fit into memory.
 
     Attributes:
         most_tokens: the longest answer.
+        batch: number of files to describe at once.
     """
 
-    def __init__(self, captioner: QwenCaptioner, most_tokens: int) -> None:
+    def __init__(self, captioner: QwenCaptioner, most_tokens: int, batch: int) -> None:
         super().__init__(ADVICE)
         self.captioner = captioner
         self.most_tokens = most_tokens
+        self.batch = batch
 
     def name(self, item: FileRequest) -> str:
         file, _ = item
         return str(file.path)
 
-    def encode(self, items: Sequence[FileRequest]) -> list[tuple[str, bool]]:
-        return self.captioner.describe([request for _, request in items], self.most_tokens)
+    def encode(self, items: Sequence[FileRequest]) -> list[Description]:
+        answers = self.captioner.describe([request for _, request in items], self.most_tokens)
+        return [Description(text, is_whole) for text, is_whole in answers]
+
+
+def checkpoint_captioner(survey: Survey, wording: Wording, events: EventStream) -> DescribedBatches:
+    """The captioner of the run's checkpoint.
+
+    Raises:
+        UserError: the model cannot be used, or does not fit into memory.
+    """
+    captioner = open_captioner(survey, events)
+    # A large batch is fast: streamed weights are copied once per batch and token.
+    batch = survey.config.caching.text_encoder_batch_size or BATCH
+    return DescribedBatches(captioner, longest(survey, captioner, wording), batch)
 
 
 def open_captioner(survey: Survey, events: EventStream) -> QwenCaptioner:
@@ -354,17 +276,3 @@ def longest(survey: Survey, captioner: QwenCaptioner, wording: Wording) -> int:
             f"--trigger {wording.trigger!r} leaves {left} of {room} tokens (tokenizer_max_length)."
         )
     return min(left, LENGTHS[wording.style])
-
-
-def _request(file: DatasetFile, wording: Wording) -> DescriptionRequest | None:
-    """The frames of a file with the instruction; None if it cannot be decoded."""
-    try:
-        frames = file.frames(FRAMES)
-        width, height = frames[0].size
-        if max(width, height) > WIDEST * min(width, height):
-            raise MediaError(f"is {width}x{height}, too narrow to describe")
-    except MediaError as error:
-        logger.warning("%s is left out: it %s", file.path, error)
-        return None
-    instruction = wording.instruction(is_clip=file.clip is not None)
-    return DescriptionRequest(frames, instruction, file.seconds)

@@ -95,11 +95,14 @@ def _without_last_part(text: str) -> str:
     return text[:comma] if comma > 0 else text
 
 
-def check_captions(survey: Survey, wording: Wording, dataset_id: str | None) -> None:
+def check_captions(
+    survey: Survey, wording: Wording, dataset_id: str | None, *, by_server: bool = False
+) -> None:
     """Check the options of `simpletuner caption`.
 
     Args:
         dataset_id: a dataset; None means all datasets.
+        by_server: a server writes the captions, not the checkpoint.
 
     Raises:
         ConfigError: the checkpoint has no captioner, the dataset does not exist, or the trigger is
@@ -107,7 +110,8 @@ def check_captions(survey: Survey, wording: Wording, dataset_id: str | None) -> 
     """
     problems = Problems()
     wording.check(problems)
-    check_captioner(survey.spec, survey.source, problems)
+    if not by_server:
+        check_captioner(survey.spec, survey.source, problems)
     ids = [dataset.id for dataset in _captionable(survey.datasets)]
     if dataset_id is not None and dataset_id not in ids:
         message = f"{dataset_id!r} is not a local dataset of the configuration ({', '.join(ids)})."
@@ -120,7 +124,7 @@ def check_captioner(spec: FamilySpec, source: ModelSource, report: Problems) -> 
     if spec.captions.captioner is None:
         message = (
             f"the text encoder of {spec.title} cannot caption pictures; choose a Kandinsky "
-            "5 family."
+            "5 family, or write them with a server of your own (--address)."
         )
         report.error("model_family", message)
         return
@@ -128,7 +132,7 @@ def check_captioner(spec: FamilySpec, source: ModelSource, report: Problems) -> 
     if Path(part.location).is_relative_to(EXAMPLES):
         message = (
             "the text encoder of the demo is too small to write captions. Write them by hand, or "
-            "with another model."
+            "with a server of your own (--address)."
         )
         report.error("pretrained_model_name_or_path", message)
         return
