@@ -17,15 +17,12 @@ from simpletuner.config.paths import home_path, missing_path
 from simpletuner.config.records import without_removed
 from simpletuner.config.schema import CHOSEN, NOT_SET_BY_USER
 from simpletuner.config.sources import Arguments, Located, config_from_values, locate
-from simpletuner.config.types import Size
-from simpletuner.data.buckets import Geometry
-from simpletuner.data.files import MediaError, content_hash
-from simpletuner.data.pictures import inspect
+from simpletuner.data.files import MediaError
 from simpletuner.data.sample import Sample
 from simpletuner.errors import ConfigError, Problems
 from simpletuner.hashing import hash_file
 from simpletuner.models import lora_checks, lora_layers
-from simpletuner.models.spec import Flavour
+from simpletuner.models.spec import PICTURE_TASKS
 from simpletuner.planning.build import Rendering, plan_rendering, plan_training
 from simpletuner.planning.checkpoint_folder import (
     PIPELINE_FOLDER,
@@ -36,6 +33,8 @@ from simpletuner.planning.checkpoint_folder import (
     result_step,
 )
 from simpletuner.planning.plans import Plan, PreviewPlan, SamplePlan
+from simpletuner.planning.prompt_checks import check_pictures_of_prompts, check_preview_sizes
+from simpletuner.planning.prompt_library import open_picture
 from simpletuner.planning.prompts import ValidationPrompt, file_safe, unique
 from simpletuner.planning.resume import decide_seed
 from simpletuner.weights import lora_names
@@ -117,13 +116,20 @@ def plan_samples(request: SampleRequest) -> tuple[SamplePlan, list[Sampled]]:
     layers = _layers(request, weights[0], run, problems)
     arguments = replace(request.arguments, base=Located(layers))
     prompts = _prompts(request.prompts)
-    rendering = Rendering(request.output, prompts, pictures, weights[0].transformer)
+    rendering = Rendering(
+        request.output,
+        prompts,
+        pictures,
+        weights[0].transformer,
+        compares=request.sweeps,
+    )
     plan = plan_rendering(arguments, rendering)
 
     loras = [sampled.lora for sampled in weights if sampled.lora is not None]
-    _check_pictures(plan.flavour, problems, given=bool(pictures))
+    _check_pictures(plan, problems)
     _check_loras(loras, plan, problems)
-    plan.spec.checks.sizes(plan.config, plan.flavour, plan.sizes, {}, problems)
+    check_preview_sizes(plan, {}, problems)
+    check_pictures_of_prompts(plan, problems)
     problems.raise_if_fatal()
 
     samples = SamplePlan(
@@ -151,15 +157,9 @@ def _pictures(request: SampleRequest, report: Problems) -> tuple[Sample, ...]:
     samples = []
     for path in map(home_path, request.images):
         try:
-            facts = inspect(path)
-            digest = content_hash(path)
+            samples.append(open_picture(path))
         except MediaError as error:
             report.error("--image", f"{str(path)!r} {error}.")
-            continue
-        size = Size(facts.width, facts.height)
-        uncropped = Geometry("", size, size, (0, 0))
-        file = ("image", path.name, path.parent, digest)
-        samples.append(Sample(*file, size, uncropped, conversions=facts.conversions))
     return tuple(samples)
 
 
@@ -448,10 +448,14 @@ def _layer_of(
     return Layer(str(path), list(without_removed(kept, str(path), report).items()))
 
 
-def _check_pictures(flavour: Flavour, report: Problems, *, given: bool) -> None:
+def _check_pictures(plan: PreviewPlan, report: Problems) -> None:
     """Check that source pictures are given exactly if the model starts from them."""
-    starts_from_picture = flavour.task in ("i2i", "i2v")
-    if starts_from_picture and not given:
-        report.error("--image", f"is required: {flavour.name} starts from a picture.")
+    name = plan.flavour.name
+    given = bool(plan.pictures)
+    starts_from_picture = plan.flavour.task in PICTURE_TASKS
+    # In a sweep, prompts of the run may name their own.
+    have_pictures = all(prompt.picture is not None for prompt in plan.prompts)
+    if starts_from_picture and not given and not have_pictures:
+        report.error("--image", f"is required: {name} starts from a picture.")
     if given and not starts_from_picture:
-        report.error("--image", f"has no effect: {flavour.name} starts from noise.")
+        report.error("--image", f"has no effect: {name} starts from noise.")

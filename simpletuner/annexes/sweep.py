@@ -133,7 +133,10 @@ class SweepRenderer:
     def jobs(self, weights: Sequence[Sampled], strengths: Sequence[float]) -> list[RenderJob]:
         """Every prompt at every size with all weights and strengths, from the same seeds."""
         indices = range(self.plan.config.validation.num_validation_images)
-        rows = list(itertools.product(self.prompts, self.plan.sizes, indices))
+        rows: list[tuple[EncodedPrompt, Size, int]] = []
+        for prompt in self.prompts:
+            sizes = prompt.prompt.sizes_among(self.plan.sizes)
+            rows += itertools.product([prompt], sizes, indices)
         jobs: list[RenderJob] = []
         for sampled, strength in itertools.product(weights, strengths):
             for number, (prompt, size, index) in enumerate(rows):
@@ -299,7 +302,12 @@ def recipe(
     """Everything that determines a render, as JSON values."""
     validation = plan.config.validation
     values = plan.config.flat
+    settings = {key: values[key] for key in SETTINGS}
+    if prompt.prompt.guidance is not None:
+        settings["validation_guidance"] = prompt.prompt.guidance
     seed = plan.seed if validation.validation_seed is None else validation.validation_seed
+    if prompt.prompt.seed is not None:
+        seed = prompt.prompt.seed
     frames = validation.validation_num_video_frames if plan.frame_rate else 1
     return {
         "prompt": prompt.prompt.prompt,
@@ -310,7 +318,7 @@ def recipe(
         "frame_rate": plan.frame_rate,
         "seed": seed + index,
         "index": index,
-        **{key: values[key] for key in SETTINGS},
+        **settings,
         "shift": plan.config.sampling_shift,
         "model": f"{plan.spec.name}/{plan.flavour.name}",
         "base_model": None if weights.transformer else plan.source["transformer"].location,

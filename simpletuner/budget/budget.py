@@ -26,7 +26,6 @@ from simpletuner.budget.workload import (
     Bucket,
     Parts,
     Workload,
-    is_guided,
     parts_of,
     sampled_together,
     workload_of,
@@ -147,31 +146,35 @@ class Budget(Generic[AnyPlan_co]):
 
     @property
     def preview_seconds(self) -> float:
-        """Seconds of one prompt's previews at all sizes."""
-        passes = [
-            self._step(self._sampled(preview)).forward_seconds for preview in self.workload.previews
-        ]
+        """Seconds of one prompt's previews at all sizes, as a mean over the prompts."""
+        passes = 0.0
+        for preview in self.workload.previews:
+            seconds = self._step(self._sampled(preview)).forward_seconds
+            passes += self._turns(preview) * preview.share * seconds
         decoding = self.config.validation.num_validation_images * decoding_seconds(self)
-        return self._passes_per_preview * sum(passes) + decoding
+        return self._samplings_per_preview * passes + decoding
 
     @property
     def preview_flops(self) -> float:
-        """FLOPs of sampling one prompt's previews at all sizes."""
+        """FLOPs of sampling one prompt's previews at all sizes, as a mean over the prompts."""
         total = 0.0
         for preview in self.workload.previews:
             load = self.parts.load(self._sampled(preview))
-            total += self.model.cost.forward(load, self.model.adapters).total
-        return self._passes_per_preview * total
+            flops = self.model.cost.forward(load, self.model.adapters).total
+            total += self._turns(preview) * preview.share * flops
+        return self._samplings_per_preview * total
 
     @property
-    def _passes_per_preview(self) -> int:
-        """Forward passes of one prompt's previews at one size."""
+    def _samplings_per_preview(self) -> int:
+        """Sampling steps of one prompt's previews at one size."""
         validation = self.config.validation
-        passes = (validation.validation_num_inference_steps or 1) * validation.num_validation_images
+        return (validation.validation_num_inference_steps or 1) * validation.num_validation_images
+
+    def _turns(self, preview: Bucket) -> int:
+        """Forward passes of a sampling step: two if the passes of guidance are made in turn."""
+        validation = self.config.validation
         is_batched = self.parts.cost.guided_together or validation.validation_batched_guidance
-        if is_guided(validation) and not is_batched:
-            return 2 * passes  # with and without the prompt, in turn
-        return passes
+        return 2 if preview.guided and not is_batched else 1
 
     def _sampled(self, preview: Bucket) -> Bucket:
         return sampled_together(preview, self.config.validation)
@@ -231,7 +234,8 @@ def check_decoding(budget: Budget[SamplePlan], report: Problems) -> None:
         return
     too_large = []
     for preview in budget.workload.previews:
-        if budget.parts.vae.upsampled(preview.clip) >= MOST_UPSAMPLED:
+        is_too_large = budget.parts.vae.upsampled(preview.clip) >= MOST_UPSAMPLED
+        if is_too_large and preview.label not in too_large:
             too_large.append(preview.label)
     if too_large:
         report.warn(
@@ -274,9 +278,11 @@ def _faster_previews(budget: Budget[SamplePlan]) -> Iterator[str]:
 
 
 def decoding_seconds(budget: Budget[SamplePlan]) -> float:
-    """Seconds of decoding a preview of each size."""
+    """Seconds of decoding one prompt's previews, one of each size, as a mean over the prompts."""
     vae = budget.parts.vae
-    flops = sum(vae.decode_flops(preview.clip) for preview in budget.workload.previews)
+    flops = sum(
+        preview.share * vae.decode_flops(preview.clip) for preview in budget.workload.previews
+    )
     share = CPU_CONVOLUTIONS
     if budget.device.is_gpu:
         share = GPU_CONVOLUTIONS

@@ -341,9 +341,9 @@ class Phases:
 
     def _rendering_bytes(self) -> float:
         """Peak of sampling or decoding the largest preview, with the weights on the device."""
-        largest = self.parts.load(
-            sampled_together(self.workload.previews[0], self.config.validation)
-        )
+        validation = self.config.validation
+        sampled = [sampled_together(preview, validation) for preview in self.workload.previews]
+        largest = self.parts.load(max(sampled, key=lambda preview: preview.pixels))
         vae_weights, _ = self.parts.encoder_bytes(self.config)
         transformer = self.model.frozen_bytes
         sampling = transformer + self.model.sampling_bytes(largest)
@@ -354,7 +354,7 @@ class Phases:
 
     def _decoding_bytes(self) -> float:
         """Peak of decoding the largest preview, without the VAE's weights."""
-        largest = self.workload.previews[0]
+        largest = max(self.workload.previews, key=lambda preview: preview.pixels / preview.batch)
         decoding = self.config.validation.validation_decoding
         load = replace(
             largest.clip,

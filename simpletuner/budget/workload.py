@@ -32,7 +32,13 @@ from simpletuner.models.lora_layers import Targets, weights_of
 from simpletuner.models.source import ModelSource, encoder_weights
 from simpletuner.models.spec import FamilySpec
 from simpletuner.models.vae_cost import VaeCost, VaeLoad
-from simpletuner.planning.entries import Listing, evaluated, feature_kinds, latent_storage
+from simpletuner.planning.entries import (
+    Listing,
+    evaluated,
+    feature_kinds,
+    latent_storage,
+    prompts_with_sources,
+)
 from simpletuner.planning.plans import Plan, SamplePlan
 from simpletuner.planning.techniques.spec import TechniqueSpec
 from simpletuner.rounding import ceil_div
@@ -51,9 +57,11 @@ class Bucket:
     Attributes:
         width, height, frames: size in pixels, and length in frames.
         batch: samples per micro-batch.
-        share: share of this bucket in an epoch's micro-batches.
+        share: share of this bucket in an epoch's micro-batches; of previews, how many of this shape
+            a prompt has on average.
         text: text tokens of the longest prompt.
         timed: a first frame is the condition, so timesteps are per token.
+        guided: of a preview, whether it is sampled both with and without the prompt.
     """
 
     width: int
@@ -63,6 +71,7 @@ class Bucket:
     share: float
     text: int
     timed: bool = False
+    guided: bool = False
 
     @property
     def label(self) -> str:
@@ -224,14 +233,9 @@ def _bucket(plan: SamplePlan, sample: Sample, batch: int = 1) -> Bucket:
     )
 
 
-def is_guided(validation: ValidationConfig) -> bool:
-    """Whether previews are sampled both with and without the prompt."""
-    return (validation.validation_guidance or 1) > 1
-
-
 def sampled_together(preview: Bucket, validation: ValidationConfig) -> Bucket:
     """A preview with the batch in which it is sampled."""
-    if validation.validation_batched_guidance and is_guided(validation):
+    if validation.validation_batched_guidance and preview.guided:
         return replace(preview, batch=2)  # with and without the prompt
     return preview
 
@@ -257,22 +261,30 @@ def previews_of(plan: SamplePlan) -> list[Bucket]:
     if not plan.prompts:
         return []
     validation = plan.config.validation
+    subjects = 0
+    shapes: Counter[tuple[Size, bool]] = Counter()  # with and without guidance
+    for prompt, sources in prompts_with_sources(plan):
+        guidance = prompt.guidance or validation.validation_guidance or 1
+        pictures = max(1, len(sources))
+        subjects += pictures
+        for size in prompt.sizes_among(plan.sizes):
+            shapes[size, guidance > 1] += pictures
     frames = 1
     if plan.spec.frame_rate is not None:
         frames = validation.validation_num_video_frames or 1
     guided_together = plan.spec.cost.guided_together
-    # Some pipelines batch the two passes of guidance, others run them in turn.
-    batch = 2 if guided_together and is_guided(validation) else 1
     buckets = []
-    for width, height in plan.sizes:
+    for (size, is_guided), count in shapes.items():
         bucket = Bucket(
-            width=width,
-            height=height,
+            width=size.width,
+            height=size.height,
             frames=frames,
-            batch=batch,
-            share=0.0,
-            text=prompt_length(plan, (width, height)),
+            # Some pipelines batch the two passes of guidance, others run them in turn.
+            batch=2 if guided_together and is_guided else 1,
+            share=count / subjects,
+            text=prompt_length(plan, size),
             timed=plan.flavour.task == "i2v" and guided_together,
+            guided=is_guided,
         )
         buckets.append(bucket)
     return _largest_first(buckets)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from simpletuner.models.source import ModelSource
 
 Task = Literal["t2i", "i2i", "t2v", "i2v"]
+PICTURE_TASKS: tuple[Task, ...] = ("i2i", "i2v")  # that start from a picture
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from simpletuner.config.datasets import DatasetConfig, read_datasets
 from simpletuner.config.load import Layer, canonical, resolve
-from simpletuner.config.schema import RunConfig
+from simpletuner.config.schema import RunConfig, ValidationConfig
 from simpletuner.config.sources import Arguments, dataset_file
 from simpletuner.config.types import Size
 from simpletuner.data.build import build_datasets
@@ -32,7 +32,18 @@ from simpletuner.planning.entries import data_context
 from simpletuner.planning.environment import as_launched, as_rendered, check_environment
 from simpletuner.planning.length import check_schedule, data_origin, plan_length
 from simpletuner.planning.plans import Length, Model, Plan, PreviewPlan, Survey, make_sampler
-from simpletuner.planning.prompts import ValidationPrompt, collect_prompts, fit_sizes
+from simpletuner.planning.prompt_checks import (
+    check_guidance_of_prompts,
+    check_pictures_of_prompts,
+    check_preview_sizes,
+)
+from simpletuner.planning.prompts import (
+    ValidationPrompt,
+    collect_prompts,
+    fit_prompts,
+    fit_sizes,
+    like_those_of_run,
+)
 from simpletuner.planning.resume import check_resume, decide_seed, has_same_data
 from simpletuner.weights.part import Part
 
@@ -123,12 +134,14 @@ class Rendering:
         prompts: in place of those that the settings name, if there are any.
         pictures: that samples start from.
         transformer: of a full fine-tune, in place of the base model's.
+        compares: prompts that are a run's have its settings of them, as its previews had.
     """
 
     folder: str = ""
     prompts: Sequence[ValidationPrompt] = ()
     pictures: tuple[Sample, ...] = ()
     transformer: Part | None = None
+    compares: bool = False
 
 
 @dataclass(frozen=True)
@@ -308,17 +321,26 @@ def _model(
 def plan_previews(model: Model, rendering: Rendering, report: Problems) -> PreviewPlan:
     """The prompts and the sizes of previews."""
     config = model.config
-    prompts = list(rendering.prompts)
-    if not prompts:
-        prompts = collect_prompts(config.validation, report)
+    validation = config.validation
+    lenient = config.run.i_know_what_i_am_doing
+    prompts = _prompts(validation, rendering, report)
     checks.check_prompts(config, prompts, report)
-    sizes = fit_sizes(
-        config.validation.validation_resolution or (),
-        model.spec,
-        report,
-        lenient=config.run.i_know_what_i_am_doing,
-    )
+    sizes = fit_sizes(validation.validation_resolution or (), model.spec, report, lenient=lenient)
+    library = validation.user_prompt_library
+    prompts = fit_prompts(prompts, library, model.spec, report, lenient=lenient)
+    check_guidance_of_prompts(model, prompts, report)
     return PreviewPlan(**vars(model), prompts=prompts, sizes=sizes, pictures=rendering.pictures)
+
+
+def _prompts(
+    validation: ValidationConfig, rendering: Rendering, report: Problems
+) -> list[ValidationPrompt]:
+    """The prompts of the command line, else those of the settings."""
+    if not rendering.prompts:
+        return collect_prompts(validation, report)
+    if not rendering.compares:
+        return [*rendering.prompts]
+    return like_those_of_run(rendering.prompts, collect_prompts(validation, Problems()))
 
 
 def list_datasets(
@@ -344,7 +366,8 @@ def check_use_of_data(
     for dataset in datasets:
         if dataset.config.is_trained:
             trained[dataset.id] = sorted({sample.geometry.size for sample in dataset.samples})
-    previews.spec.checks.sizes(previews.config, previews.flavour, previews.sizes, trained, report)
+    check_preview_sizes(previews, trained, report)
+    check_pictures_of_prompts(previews, report)
 
 
 def plan_schedule(

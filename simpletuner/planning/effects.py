@@ -18,7 +18,7 @@ from simpletuner.data.dataset import Dataset
 from simpletuner.data.entries import holds_files
 from simpletuner.errors import Problems
 from simpletuner.models.source import ModelSource
-from simpletuner.models.spec import Flavour
+from simpletuner.models.spec import PICTURE_TASKS, Flavour
 
 LOCAL_TRACKERS = {"none", "simpletuner"}  # they have neither projects nor files of their own
 # Keys of previews that start from a picture.
@@ -59,7 +59,7 @@ def _by_receivers(config: RunConfig, report: Problems) -> None:
 
 def by_flavour(config: RunConfig, flavour: Flavour, report: Problems) -> None:
     """Keys of previews that start from pictures, for a flavour that starts from noise."""
-    if flavour.task in ("i2i", "i2v"):
+    if flavour.task in PICTURE_TASKS:
         return
     for key in PICTURE_KEYS:
         report.no_effect(key, f"has no effect: {flavour.name} starts from noise, not a picture.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -25,13 +25,15 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.precision import text_encoder_dtype, text_encoder_storage, vae_dtype
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.techniques.preservation import PreservationConfig
+from simpletuner.config.types import Size
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.entries import Collect, DataContext, text_entry_of
 from simpletuner.data.sample import Sample
 from simpletuner.models.source import ModelSource
-from simpletuner.models.spec import FamilySpec, Task
+from simpletuner.models.spec import PICTURE_TASKS, FamilySpec, Task
 from simpletuner.planning.environment import driver
 from simpletuner.planning.plans import SamplePlan
+from simpletuner.planning.prompts import ValidationPrompt
 
 TEXT_ROLES = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
@@ -246,21 +248,44 @@ def prompt_entries(plan: SamplePlan, catalogue: Catalogue) -> list[TextEntry]:
     """The embeddings that validation needs, including the negative prompt."""
     if not plan.prompts:
         return []
-    pictures: list[Sample | None] = [None]
-    if catalogue.prompt_holds_picture:
-        pictures = []
-        for source in preview_sources(plan):
-            if source is not None:
-                # The picture is part of the prompt, so every size has another embedding.
-                pictures += [source.fitted(size) for size in plan.sizes]
-    texts = [(prompt.prompt, False) for prompt in plan.prompts]
-    texts.append((plan.config.validation.validation_negative_prompt or "", True))
     entries = []
-    for text, negative in texts:
-        title = f"validation prompt {text!r}"
+    all_pictures: list[Sample | None] = []
+    for prompt, sources in prompts_with_sources(plan):
+        pictures: list[Sample | None] = [None]
+        if catalogue.prompt_holds_picture:
+            pictures = _fitted(sources, prompt.sizes_among(plan.sizes))
         for picture in pictures:
-            entries.append(catalogue.text(None, text, picture, title, negative=negative))
+            title = f"validation prompt {prompt.prompt!r}"
+            entries.append(catalogue.text(None, prompt.prompt, picture, title, negative=False))
+        all_pictures += pictures
+    negative = plan.config.validation.validation_negative_prompt or ""
+    for picture in dict.fromkeys(all_pictures):
+        title = f"validation prompt {negative!r}"
+        entries.append(catalogue.text(None, negative, picture, title, negative=True))
     return entries
+
+
+def _fitted(sources: Sequence[Sample | None], sizes: Sequence[Size]) -> list[Sample | None]:
+    """Source pictures at all sizes, each of which has another embedding."""
+    fitted: list[Sample | None] = []
+    for source in sources:
+        if source is not None:
+            fitted += [source.fitted(size) for size in sizes]
+    return fitted
+
+
+def prompts_with_sources(
+    plan: SamplePlan,
+) -> list[tuple[ValidationPrompt, list[Sample | None]]]:
+    """The prompts with what their previews start from: their own picture, or those of the run."""
+    of_run = preview_sources(plan)
+    has_sources = plan.flavour.task in PICTURE_TASKS
+    pairs: list[tuple[ValidationPrompt, list[Sample | None]]] = []
+    for prompt in plan.prompts:
+        # Pictures on the command line replace those of prompts.
+        is_own = has_sources and prompt.picture is not None and not plan.pictures
+        pairs.append((prompt, [prompt.picture] if is_own else of_run))
+    return pairs
 
 
 def preview_sources(plan: SamplePlan) -> list[Sample | None]:
@@ -268,7 +293,7 @@ def preview_sources(plan: SamplePlan) -> list[Sample | None]:
 
     They come from `eval_dataset_id`, else from the trained datasets.
     """
-    if plan.flavour.task not in ("i2i", "i2v"):
+    if plan.flavour.task not in PICTURE_TASKS:
         return [None]
     if plan.pictures:
         return [*plan.pictures]
@@ -288,5 +313,11 @@ def previews_of_a_round(plan: SamplePlan) -> tuple[int, int]:
     sets_of_weights = 1
     if config.ema.use_ema and config.ema.ema_validation == "comparison":
         sets_of_weights = 2  # with and without the average
-    subjects = len(plan.prompts) * len(preview_sources(plan)) * sets_of_weights
-    return subjects * len(plan.sizes) * config.validation.num_validation_images, subjects
+    per_prompt = config.validation.num_validation_images
+    previews = 0
+    subjects = 0
+    for prompt, sources in prompts_with_sources(plan):
+        of_prompt = len(sources) * sets_of_weights
+        subjects += of_prompt
+        previews += of_prompt * len(prompt.sizes_among(plan.sizes)) * per_prompt
+    return previews, subjects

@@ -5,17 +5,20 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from simpletuner.config.absent import REMOVED_IN
-from simpletuner.config.json_reader import json_kind, read_json
-from simpletuner.config.paths import why_no_file
 from simpletuner.config.schema import ValidationConfig
 from simpletuner.config.types import Size
-from simpletuner.errors import Problems, did_you_mean
+from simpletuner.data.sample import Sample
+from simpletuner.errors import Problem, Problems
 from simpletuner.models.spec import FamilySpec
+from simpletuner.planning.prompt_library import (
+    LIBRARY,
+    LibraryPrompt,
+    find_picture,
+    read_library,
+)
 
 UNCONDITIONAL = "unconditional"
 PRIMARY = "validation"
@@ -35,16 +38,27 @@ BUILT_IN = {
 
 @dataclass(frozen=True)
 class ValidationPrompt:
-    """A prompt of previews.
+    """A prompt of previews; settings that are None are those of the run.
 
     Attributes:
         short_name: safe in a file name.
         nickname: the user's name for it.
+        guidance: guidance scale.
+        size: in place of all sizes of the run.
+        picture: that its previews start from, in place of those of the run.
     """
 
     short_name: str
     nickname: str
     prompt: str
+    seed: int | None = None
+    guidance: float | None = None
+    size: Size | None = None
+    picture: Sample | None = None
+
+    def sizes_among(self, of_run: Sequence[Size]) -> list[Size]:
+        """The sizes at which it is rendered."""
+        return [*of_run] if self.size is None else [self.size]
 
 
 def collect_prompts(config: ValidationConfig, report: Problems) -> list[ValidationPrompt]:
@@ -54,16 +68,30 @@ def collect_prompts(config: ValidationConfig, report: Problems) -> list[Validati
     """
     if config.validation_disable:
         return []
-    library: list[tuple[str, str]] = []
+    library: list[LibraryPrompt] = []
     if config.validation_prompt_library:
-        library += BUILT_IN.items()
-    if config.user_prompt_library:
-        library += read_library(Path(config.user_prompt_library).expanduser(), report)
+        library += [LibraryPrompt(name, prompt) for name, prompt in BUILT_IN.items()]
+    path = config.user_prompt_library
+    if path:
+        library += read_library(Path(path).expanduser(), report)
     taken = {UNCONDITIONAL, PRIMARY}  # reserved; library prompts with these names are renamed
     prompts = []
-    for nickname, prompt in library:
-        short_name = unique(file_safe(nickname), taken)
-        prompts.append(ValidationPrompt(short_name, nickname, prompt))
+    for entry in library:
+        short_name = unique(file_safe(entry.nickname), taken)
+        picture = None
+        if path and entry.picture is not None:
+            picture = find_picture(path, entry.nickname, entry.picture, report)
+        prompts.append(
+            ValidationPrompt(
+                short_name,
+                entry.nickname,
+                entry.prompt,
+                entry.seed,
+                entry.guidance,
+                entry.size,
+                picture,
+            )
+        )
     if config.validation_prompt:
         # Last, since the model card shows `prompts[-1]`.
         prompts.append(ValidationPrompt(PRIMARY, PRIMARY, config.validation_prompt))
@@ -73,56 +101,6 @@ def collect_prompts(config: ValidationConfig, report: Problems) -> list[Validati
     if omits_empty:
         return prompts
     return [ValidationPrompt(UNCONDITIONAL, UNCONDITIONAL, ""), *prompts]
-
-
-def read_library(path: Path, report: Problems) -> list[tuple[str, str]]:
-    """Nicknames and prompts of a library file.
-
-    A prompt may also be written as `{"prompt": ...}`, in which keys that begin with an underscore
-    are comments.
-    """
-    key = "user_prompt_library"
-    if not path.is_file():
-        report.error(key, f"{str(path)!r} {why_no_file(path)}.")
-        return []
-    of_file = Problems()
-    content = read_json(path, of_file)
-    report.extend(of_file)
-    if not isinstance(content, dict):
-        if not of_file.are_fatal:
-            report.error(
-                key, f"{path} must hold one object of nickname to prompt, not {json_kind(content)}."
-            )
-        return []
-    prompts = []
-    for nickname, value in content.items():
-        entry: dict[str, Any] = dict(value) if isinstance(value, dict) else {"prompt": value}
-        if "adapter_strength" in entry:
-            # Without validation_adapter_path it has nothing to act on, so it is not refused.
-            del entry["adapter_strength"]
-            report.warn(
-                key,
-                f"{path}: 'adapter_strength' of {nickname!r} was removed in {REMOVED_IN} with "
-                "validation_adapter_path. It is ignored.",
-            )
-        fault = _fault(nickname, entry)
-        if fault is not None:
-            report.error(key, f"{path}: {fault}")
-        else:
-            prompts.append((nickname, entry["prompt"]))
-    return prompts
-
-
-def _fault(nickname: str, entry: dict[str, Any]) -> str | None:
-    """What is wrong with an entry of a library, as the end of a message; None if nothing is."""
-    unknown = [name for name in entry if name != "prompt" and not name.startswith("_")]
-    if unknown:
-        guess = did_you_mean(unknown[0], ["prompt"])
-        return f"{unknown[0]!r} of {nickname!r} is not a known key (prompt).{guess}"
-    prompt = entry.get("prompt")
-    if not isinstance(prompt, str) or not prompt.strip():
-        return f"the prompt {nickname!r} is empty or not text."
-    return None
 
 
 def file_safe(name: str) -> str:
@@ -168,6 +146,65 @@ def fit_sizes(
             report.error(key, f"{size} is larger than {spec.largest_side} px, the model's limit.")
         fitting.append(rounded)
     return fitting
+
+
+def fit_prompts(
+    prompts: Sequence[ValidationPrompt],
+    library: str | None,
+    spec: FamilySpec,
+    report: Problems,
+    *,
+    lenient: bool,
+) -> list[ValidationPrompt]:
+    """The prompts with sizes of their own rounded, as by `fit_sizes`.
+
+    Args:
+        library: path of the library file, for messages.
+    """
+    fitted = []
+    for prompt in prompts:
+        if prompt.size is None:
+            fitted.append(prompt)
+            continue
+        of_size = Problems()
+        sizes = fit_sizes([prompt.size], spec, of_size, lenient=lenient)
+        for problem in of_size:
+            report.append(of_prompt(problem, library, prompt, "resolution"))
+        size = sizes[0] if sizes else None
+        fitted.append(replace(prompt, size=size))
+    return fitted
+
+
+def of_prompt(problem: Problem, library: str | None, prompt: ValidationPrompt, key: str) -> Problem:
+    """A problem of a setting of the run as one of a prompt; its remedy would set the run's."""
+    message = f"{library}: {key!r} of {prompt.nickname!r}: {problem.message}"
+    return Problem(LIBRARY, message, fatal=problem.fatal)
+
+
+def like_those_of_run(
+    prompts: Sequence[ValidationPrompt], of_run: Sequence[ValidationPrompt]
+) -> list[ValidationPrompt]:
+    """Prompts with the settings of the run's prompts of the same words."""
+    by_words = {prompt.prompt: prompt for prompt in of_run}
+    equipped = []
+    for prompt in prompts:
+        alike = by_words.get(prompt.prompt)
+        if alike is not None:
+            prompt = replace(alike, short_name=prompt.short_name, nickname=prompt.nickname)
+        equipped.append(prompt)
+    return equipped
+
+
+def rendered_sizes(prompts: Sequence[ValidationPrompt], of_run: Sequence[Size]) -> list[Size]:
+    """All sizes at which prompts are rendered, those of the run first."""
+    if not prompts or any(prompt.size is None for prompt in prompts):
+        sizes = [*of_run]
+    else:
+        sizes = []
+    for prompt in prompts:
+        if prompt.size is not None and prompt.size not in sizes:
+            sizes.append(prompt.size)
+    return sizes
 
 
 def _rounded(side: int, multiple: int) -> int:

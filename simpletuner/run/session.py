@@ -18,7 +18,7 @@ from simpletuner.distributed.world import World
 from simpletuner.encoding.caches import CacheFiller
 from simpletuner.encoding.read import BatchReader
 from simpletuner.memory.precision import DTYPES
-from simpletuner.planning.entries import evaluated, feature_kinds, preview_sources
+from simpletuner.planning.entries import evaluated, feature_kinds, prompts_with_sources
 from simpletuner.planning.plans import Plan, SamplePlan
 from simpletuner.planning.resume import identify
 from simpletuner.redaction import redact_settings
@@ -208,9 +208,8 @@ def encoded_prompts(
 ) -> list[EncodedPrompt]:
     """Every prompt with every source picture."""
     negative_text = plan.config.validation.validation_negative_prompt or ""
-    pictures = preview_sources(plan)
     prompts: list[EncodedPrompt] = []
-    for prompt in plan.prompts:
+    for prompt, pictures in prompts_with_sources(plan):
         for index, picture in enumerate(pictures):
             named = prompt
             if len(pictures) > 1:

@@ -85,13 +85,16 @@ class Renderer:
         # CPU and GPU generators draw different noise for the same seed.
         on_gpu = validation.validation_seed_source == "gpu" and torch.cuda.is_available()
         is_clip = self.settings.frame_rate is not None
+        guidance = prompt.prompt.guidance
+        if guidance is None:
+            guidance = float(validation.validation_guidance)
         return PreviewRequest(
             embeds=prompt.embeds(size),
             negative=prompt.negative(size),
             width=size[0],
             height=size[1],
             num_inference_steps=validation.validation_num_inference_steps,
-            guidance_scale=float(validation.validation_guidance),
+            guidance_scale=guidance,
             seed=seed,
             seed_device=torch.device("cuda" if on_gpu else "cpu"),
             source=prompt.source(size),

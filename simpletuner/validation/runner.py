@@ -23,6 +23,7 @@ from simpletuner.data.entries import ProgressBar
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.encoding.sharing import share_items
 from simpletuner.models.adapter import PreviewPipeline, PreviewRequest
+from simpletuner.planning.prompts import ValidationPrompt
 from simpletuner.reporting.events import (
     PREVIEWS,
     EventStream,
@@ -237,11 +238,11 @@ class ValidationRunner(Callback):
         if stage != "benchmark_base_model":
             averaged = weights_to_use(average, self.ema_validation)
         indices = range(self.config.num_validation_images)
-        for ema, prompt, size, index in itertools.product(
-            averaged, self.prompts, self.sizes, indices
-        ):
-            seed = self._seed(run_seed, step, index)
-            yield Preview(step, stage, prompt, size, index, seed, ema)
+        for ema, prompt in itertools.product(averaged, self.prompts):
+            sizes = prompt.prompt.sizes_among(self.sizes)
+            for size, index in itertools.product(sizes, indices):
+                seed = self._seed(prompt.prompt, run_seed, step, index)
+                yield Preview(step, stage, prompt, size, index, seed, ema)
 
     def _render_all(
         self, assembly: Assembly, previews: Sequence[Preview], bar: ProgressBar
@@ -258,11 +259,11 @@ class ValidationRunner(Callback):
                         bar.advance(1, preview.name)
 
     def rehearse(self, assembly: Assembly) -> None:
-        """Render the first prompt at the largest size, in few steps, and discard the result."""
-        largest = max(self.sizes, key=lambda size: size[0] * size[1])
-        seed = self._seed(assembly.settings.seed, step=0, index=0)
+        """Render the largest preview in few steps, and discard the result."""
+        previews = self._previews(None, assembly.settings.seed, 0, "benchmark_base_model")
+        largest = max(previews, key=lambda preview: preview.size[0] * preview.size[1])
         with quiet(assembly):
-            request = self.renderer.request(self.prompts[0], largest, seed)
+            request = self.renderer.request(largest.prompt, largest.size, largest.seed)
             self._pipeline(assembly).render(replace(request, num_inference_steps=REHEARSED_STEPS))
         self.renderer.release()
 
@@ -309,8 +310,10 @@ class ValidationRunner(Callback):
             publish=self.events.publish,
         )
 
-    def _seed(self, run_seed: int, step: int, index: int) -> int:
+    def _seed(self, prompt: ValidationPrompt, run_seed: int, step: int, index: int) -> int:
         """The seed of the index-th preview of a prompt, at one size."""
+        if prompt.seed is not None:
+            return prompt.seed + index
         if self.config.validation_randomize:
             seed = step_seed(run_seed, step, micro_step=index, slot=0, purpose="preview")
             return seed % 2**32

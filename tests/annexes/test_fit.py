@@ -598,6 +598,8 @@ def test_auto_tiles_the_vae_on_a_small_card() -> None:
 
 
 def with_previews(before: Budget, preview: Bucket = LITE) -> Budget:
+    guidance = before.config.validation.validation_guidance or 1
+    preview = replace(preview, share=1.0, guided=guidance > 1)
     return replace(before, workload=replace(before.workload, previews=[preview]))
 
 

@@ -60,7 +60,9 @@ def whole_run(flavour: str, gigabytes: float, settings: dict[str, Any]) -> Budge
         **{"speed": "auto", **settings},
     )
     encoded = [VaeLoad(1, bucket.frames, bucket.width, bucket.height)]
-    return replace(before, workload=replace(before.workload, encoded=encoded, previews=[bucket]))
+    guidance = before.config.validation.validation_guidance or 1
+    preview = replace(bucket, share=1.0, guided=guidance > 1)
+    return replace(before, workload=replace(before.workload, encoded=encoded, previews=[preview]))
 
 
 def pick(case: str) -> dict[str, Any]:

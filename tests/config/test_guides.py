@@ -9,7 +9,7 @@ import pytest
 
 from simpletuner.errors import Problems
 from simpletuner.models.registry import FAMILIES
-from simpletuner.planning.prompts import read_library
+from simpletuner.planning.prompt_library import read_library
 from tests.tools.refusals import complaints, warnings
 from tests.tools.workspace import DATASETS, Workspace
 
@@ -178,4 +178,4 @@ def test_nicknames_of_the_sana_guide() -> None:
 
     assert problems == []
     assert len(library) == 15
-    assert library[0][0] == "anime_<token>"
+    assert library[0].nickname == "anime_<token>"

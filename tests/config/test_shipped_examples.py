@@ -16,7 +16,7 @@ from simpletuner.config.schema import all_options
 from simpletuner.config.sources import read_json_layer
 from simpletuner.data.captions import read_filters
 from simpletuner.errors import Problems
-from simpletuner.planning.prompts import read_library
+from simpletuner.planning.prompt_library import read_library
 from tests.tools.workspace import Workspace
 
 SHIPPED = Path(__file__).parents[2] / "config"

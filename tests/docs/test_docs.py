@@ -30,7 +30,7 @@ from simpletuner.data.buckets import PixelGrid
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.registry import FAMILIES
 from simpletuner.planning.checks import check_config, check_flavour, worth_reporting
-from simpletuner.planning.prompts import read_library
+from simpletuner.planning.prompt_library import read_library
 from tests.docs.languages import FENCE, LANGUAGES
 from tests.tools.refusals import family_complaints
 from tests.tools.reports import found_by
@@ -112,7 +112,7 @@ def test_json_blocks_of_the_docs_load(
         assert file is not None
         problems += found_by(check_lycoris, file, {}, quantised=False)
     else:
-        assert [name for name, _ in read_library(path, problems)] == list(content)
+        assert [prompt.nickname for prompt in read_library(path, problems)] == list(content)
 
     assert problems == []
 

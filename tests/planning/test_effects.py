@@ -241,8 +241,8 @@ def test_unknown_keys_in_a_prompt_library_are_errors(
     (problem,) = complaints(workspace, capsys)
 
     assert problem == (
-        "user_prompt_library: library.json: 'promt' of 'a' is not a known key (prompt). Did "
-        "you mean 'prompt'?"
+        "user_prompt_library: library.json: 'promt' of 'a' is not a known key (prompt, seed, "
+        "guidance, resolution, picture). Did you mean 'prompt'?"
     )
 
 

@@ -7,13 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from simpletuner.config.load import build_group
 from simpletuner.config.schema import ValidationConfig
 from simpletuner.config.types import Size
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
-from simpletuner.planning.prompts import BUILT_IN, collect_prompts, file_safe, fit_sizes
+from simpletuner.planning.prompts import (
+    BUILT_IN,
+    ValidationPrompt,
+    collect_prompts,
+    file_safe,
+    fit_prompts,
+    fit_sizes,
+    like_those_of_run,
+    rendered_sizes,
+)
 
 
 def collect(**settings: Any) -> tuple[list[tuple[str, str]], list[str]]:
@@ -110,7 +120,7 @@ def test_long_nickname_is_cut_between_characters(letter: str) -> None:
         ("null", "must hold one object of nickname to prompt, not null."),
         ('{"a": 1', "is not valid JSON: "),
         ({"a": ""}, "the prompt 'a' is empty or not text."),
-        ({"a": {"text": "x"}}, "'text' of 'a' is not a known key (prompt)."),
+        ({"a": {"text": "x"}}, "'text' of 'a' is not a known key (prompt, seed, guidance,"),
         ({"a": 5}, "the prompt 'a' is empty or not text."),
         ('{"a": "x", "a": "y"}', "contains 'a' twice: 'x' and 'y'."),
     ],
@@ -184,3 +194,117 @@ def test_invalid_preview_size_is_refused(value: str) -> None:
 def test_preview_size_beyond_the_limit_of_the_model_is_refused() -> None:
     _, problems = sizes("4096x1024")
     assert any(problem.fatal and "larger than 2048 px" in problem.message for problem in problems)
+
+
+def prompts_of(folder: Path, content: Any) -> tuple[list[ValidationPrompt], list[str]]:
+    """The prompts of a library with this content, and their problems."""
+    problems = Problems()
+    config = ValidationConfig(user_prompt_library=library(folder, content))
+    return collect_prompts(config, problems), [str(problem) for problem in problems]
+
+
+def test_a_prompt_may_have_its_own_seed_guidance_and_size(tmp_path: Path) -> None:
+    settings = {"seed": 7, "guidance": 3.5, "resolution": "768x512"}
+
+    prompts, problems = prompts_of(tmp_path, {"a": {"prompt": "one", **settings}, "b": "two"})
+
+    assert problems == []
+    assert prompts == [
+        ValidationPrompt("a", "a", "one", 7, 3.5, Size(768, 512)),
+        ValidationPrompt("b", "b", "two"),
+    ]
+
+
+def test_a_prompt_may_name_the_picture_that_it_starts_from(tmp_path: Path) -> None:
+    Image.new("RGB", (96, 64)).save(tmp_path / "cat.png")
+
+    (prompt,), problems = prompts_of(
+        tmp_path, {"a": {"prompt": "one", "picture": str(tmp_path / "cat.png")}}
+    )
+
+    assert problems == []
+    assert prompt.picture is not None
+    assert prompt.picture.original_size == (96, 64)
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ({"seed": -1}, "'seed' of 'a': -1 is below 0."),
+        ({"seed": 1.5}, "'seed' of 'a': 1.5 is not a whole number."),
+        ({"seed": True}, "'seed' of 'a': True is not a whole number."),
+        ({"guidance": 0.5}, "'guidance' of 'a': 0.5 is not between 1 and 100."),
+        ({"resolution": "wide"}, "'resolution' of 'a': 'wide' is not a size such as 1024"),
+        ({"resolution": "512,768"}, "'resolution' of 'a': '512,768' has several sizes"),
+        ({"picture": ""}, "'picture' of 'a': '' names no file."),
+        ({"picture": "no.png"}, "'picture' of 'a': 'no.png' does not exist."),
+        ({"picture": "/"}, "'picture' of 'a': '/' "),
+        ({"sead": 1}, "'sead' of 'a' is not a known key (prompt, seed, guidance, resolution,"),
+    ],
+)
+def test_a_wrong_setting_of_a_prompt_is_named_by_file_entry_and_key(
+    tmp_path: Path, setting: dict[str, Any], complaint: str
+) -> None:
+    _, (problem,) = prompts_of(tmp_path, {"a": {"prompt": "one", **setting}})
+
+    assert complaint in problem
+    assert problem.startswith(f"user_prompt_library: {tmp_path / 'library.json'}: ")
+
+
+def test_all_wrong_settings_of_a_library_are_reported_at_once(tmp_path: Path) -> None:
+    wrong = {"prompt": "", "seed": -1, "guidance": 0}
+
+    _, problems = prompts_of(tmp_path, {"a": wrong, "b": wrong})
+
+    assert len(problems) == 6
+
+
+def test_null_leaves_a_setting_to_the_run(tmp_path: Path) -> None:
+    settings = {"seed": None, "guidance": None, "resolution": None, "picture": None}
+
+    prompts, problems = prompts_of(tmp_path, {"a": {"prompt": "one", **settings}})
+
+    assert prompts == [ValidationPrompt("a", "a", "one")]
+    assert problems == []
+
+
+def test_the_size_of_a_prompt_is_rounded_to_the_grid_of_the_model() -> None:
+    problems = Problems()
+    prompt = ValidationPrompt("a", "a", "one", size=Size(700, 500))
+
+    (fitted,) = fit_prompts([prompt], "own.json", KANDINSKY5_IMAGE, problems, lenient=False)
+
+    assert fitted.size == (704, 496)
+    assert [str(problem) for problem in problems] == [
+        "user_prompt_library: own.json: 'resolution' of 'a': 700x500 is not a multiple of 16 px; "
+        "704x496 is rendered."
+    ]
+    assert problems[0].remedy == {}, "it would set the size of all prompts"
+
+
+def test_compared_prompts_have_the_settings_that_the_previews_had() -> None:
+    of_run = ValidationPrompt("cat", "cat", "a cat", 7, 3.0, Size(512, 768))
+    asked = [ValidationPrompt("a_cat", "a cat", "a cat"), ValidationPrompt("x", "x", "a dog")]
+
+    cat, dog = like_those_of_run(asked, [of_run])
+
+    assert cat == ValidationPrompt("a_cat", "a cat", "a cat", 7, 3.0, Size(512, 768))
+    assert dog == asked[1]
+
+
+@pytest.mark.parametrize(
+    ("own", "rendered"),
+    [
+        ([None, None], [(512, 512), (768, 512)]),
+        ([None, Size(64, 64)], [(512, 512), (768, 512), (64, 64)]),
+        ([Size(64, 64), Size(64, 64)], [(64, 64)]),
+        ([None, Size(512, 512)], [(512, 512), (768, 512)]),
+        ([], [(512, 512), (768, 512)]),
+    ],
+)
+def test_sizes_of_prompts_are_rendered_after_those_of_the_run(
+    own: list[Size | None], rendered: list[Size]
+) -> None:
+    prompts = [ValidationPrompt("a", "a", "one", size=size) for size in own]
+
+    assert rendered_sizes(prompts, [Size(512, 512), Size(768, 512)]) == rendered

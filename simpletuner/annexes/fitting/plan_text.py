@@ -31,6 +31,7 @@ from simpletuner.errors import counted, escape_controls
 from simpletuner.planning.entries import evaluated, previews_of_a_round
 from simpletuner.planning.lineage import continuation
 from simpletuner.planning.plans import Plan
+from simpletuner.planning.prompts import rendered_sizes
 from simpletuner.redaction import redact_settings
 from simpletuner.reporting.layout import Layout
 from simpletuner.reporting.wording import duration_text
@@ -305,7 +306,7 @@ def _preview_lines(plan: Plan) -> Iterator[str]:
         timesteps = plan.config.evaluation.eval_timesteps
         yield f"Evaluation loss at {timesteps} timesteps: {', '.join(datasets)}"
     if plan.prompts:
-        sizes = ", ".join(map(str, plan.sizes))
+        sizes = ", ".join(map(str, rendered_sizes(plan.prompts, plan.sizes)))
         names = ", ".join(prompt.short_name for prompt in plan.prompts)
         count, subjects = previews_of_a_round(plan)
         per_round = ""

@@ -32,6 +32,7 @@ from simpletuner.headers import METADATA, read_header
 from simpletuner.models.usage import Usage
 from simpletuner.planning.checkpoint_folder import PIPELINE_FOLDER, describe_errors, result_step
 from simpletuner.planning.plans import Plan
+from simpletuner.planning.prompts import ValidationPrompt
 from simpletuner.redaction import HIDDEN, redact, redact_settings
 from simpletuner.reporting.metrics import (
     MEDIA_FILE,
@@ -347,19 +348,21 @@ def example_program(plan: Plan, base: str, result: str, *, alone: bool = False) 
     if is_lora and config.lora.lora_format == "comfyui":
         return ""
     validation = config.validation
+    shown = plan.prompts[-1] if plan.prompts else ValidationPrompt("", "", "")
+    seed = plan.seed if validation.validation_seed is None else validation.validation_seed
     usage = Usage(
         model=base if is_lora else result,
         lora=result if is_lora else None,
         task=plan.flavour.task,
         dtype=DTYPE_NAMES[config.precision.mixed_precision],
-        prompt=plan.prompts[-1].prompt if plan.prompts else "",
+        prompt=shown.prompt,
         negative_prompt=validation.validation_negative_prompt or "",
-        size=plan.sizes[0],
+        size=shown.sizes_among(plan.sizes)[0],
         frames=validation.validation_num_video_frames or 1,
         frame_rate=validation.framerate or plan.spec.frame_rate or 1,
         steps=validation.validation_num_inference_steps or 30,
-        guidance=validation.validation_guidance or 1.0,
-        seed=plan.seed if validation.validation_seed is None else validation.validation_seed,
+        guidance=shown.guidance or validation.validation_guidance or 1.0,
+        seed=seed if shown.seed is None else shown.seed,
         options=config.family,
         shift=config.sampling_shift,
         solver=validation.validation_noise_scheduler,
