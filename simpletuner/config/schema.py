@@ -562,7 +562,7 @@ class ValidationConfig(Group):
     validation_prompt: Text | None = common(None, label="Preview Prompt")
     """What previews show, in words; their files are named `validation`."""
     user_prompt_library: PathText | None = common(None)
-    """JSON file of more prompts for previews, each with a short name."""
+    """JSON file of more prompts, which may have their own seed, size, guidance and picture."""
     validation_prompt_library: Flag = option(False)
     """Also render a built-in list of prompts."""
     validation_negative_prompt: Text | None = of_family(requires=guided)

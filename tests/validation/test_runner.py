@@ -98,6 +98,58 @@ def test_release_drops_the_vae_before_emptying_the_cache(
     assert alive == [False, False]
 
 
+def make_runner(tmp_path: Path, *prompts: ValidationPrompt, **more: Any) -> runner.ValidationRunner:
+    """Renders prompts at two sizes, with guidance 1 and the seed of the run."""
+    settings = {
+        **more,
+        "validation_guidance": 1.0,
+        "validation_num_inference_steps": 2,
+        "num_validation_images": 2,
+    }
+    config = make_config(tmp_path, **settings)
+    catalogue: Any = SimpleNamespace(text=lambda *caption, negative: caption)
+    reader: Any = SimpleNamespace(read=lambda entry: {})
+    return runner.ValidationRunner(
+        renderer.RenderSettings(config.validation, config.offload),
+        "none",
+        [EncodedPrompt(prompt, "", None, catalogue, reader) for prompt in prompts],
+        [Size(16, 16), Size(32, 16)],
+        tmp_path,
+        EventStream(),
+    )
+
+
+def requests_of(validation: runner.ValidationRunner) -> list[tuple[int, int, int, float]]:
+    """(width, height, seed, guidance) of all previews of a round."""
+    requests = []
+    for preview in validation._previews(None, 100, 5, "validation"):
+        request = validation.renderer.request(preview.prompt, preview.size, preview.seed)
+        requests.append((request.width, request.height, request.seed, request.guidance_scale))
+    return requests
+
+
+def test_preview_requests_hold_the_settings_of_their_prompt(tmp_path: Path) -> None:
+    own = ValidationPrompt("b", "b", "two", seed=7, guidance=4.0, size=Size(64, 48))
+
+    requests = requests_of(make_runner(tmp_path, ValidationPrompt("a", "a", "one"), own))
+
+    assert requests == [
+        (16, 16, 100, 1.0),
+        (16, 16, 101, 1.0),
+        (32, 16, 100, 1.0),
+        (32, 16, 101, 1.0),
+        (64, 48, 7, 4.0),
+        (64, 48, 8, 4.0),
+    ]
+
+
+def test_a_seed_of_a_prompt_is_kept_where_seeds_are_drawn_anew(tmp_path: Path) -> None:
+    prompt = ValidationPrompt("a", "a", "one", seed=7)
+    validation = make_runner(tmp_path, prompt, validation_randomize=True)
+
+    assert {seed for _, _, seed, _ in requests_of(validation)} == {7, 8}
+
+
 def test_random_states_are_restored_after_sampling(t2i_checkpoint: Path) -> None:
     assembly = make_assembly(t2i_checkpoint)
 

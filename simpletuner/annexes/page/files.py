@@ -245,6 +245,13 @@ def add_dataset(saved: Configuration, entry: Mapping[str, Any]) -> None:
         write_json(path, entries)
 
 
+def name_in_config(saved: Configuration, key: str, path: str) -> None:
+    """Set a key of a saved config to the path of a file."""
+    file = writable(saved.project, saved.file)
+    with _saving:
+        write_json(file, with_values({key: path}, read(file)))
+
+
 def in_file(path: Path, content: Callable[[], dict[str, Any]]) -> Response:
     """The content of a file; of an unreadable one the problems, and its text for repair.
 

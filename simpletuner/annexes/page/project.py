@@ -27,6 +27,7 @@ from simpletuner.config.schema import all_options
 from simpletuner.config.sources import CONFIG_NAME, EXAMPLES, example_names, resolve_alias
 from simpletuner.config.types import parse_path
 from simpletuner.errors import ConfigError, Problem, Problems
+from simpletuner.planning.prompt_library import LIBRARY, read_library
 from simpletuner.redaction import redact
 
 EXAMPLE = "examples/"  # prefix of the names of packaged configs
@@ -187,10 +188,23 @@ class Project:
             for name, path in canonical(Layer("", [(key, value)]), Problems()).items():
                 if name in path_keys():
                     self.check_path(name, path, outside)
+                if name == LIBRARY and isinstance(path, str) and not outside:
+                    self._check_pictures(self.folder / Path(path).expanduser(), outside)
             if not outside:
                 allowed[key] = value
             problems += outside
         return allowed, problems
+
+    def _check_pictures(self, library: Path, report: Problems) -> None:
+        """Report every picture of a prompt library that the page may not access."""
+        if not library.is_file():
+            return
+        for prompt in read_library(library, Problems()):
+            outside = Problems()
+            self.check_path(LIBRARY, prompt.picture, outside)
+            for problem in outside:
+                where = f"{library.name}: 'picture' of {prompt.nickname!r}"
+                report.error(LIBRARY, f"{where}: {problem.message}")
 
     def check_dataset_paths(self, entries: Iterable[DatasetConfig], report: Problems) -> None:
         """Report every dataset path that the page may not access."""

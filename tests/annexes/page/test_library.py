@@ -751,12 +751,15 @@ def test_a_mask_is_painted_and_planned(browser: Any, folder: Path) -> None:
         save = painter.get_by_role("button", name="Save")
         painter.get_by_text("Nothing is painted yet").wait_for()
         assert save.is_disabled()
+        tint = "canvas => canvas.getContext('2d').getImageData(0, 0, 1, 1).data[3]"
+        assert canvas.evaluate(tint) == 0, "all is learned, so nothing is tinted yet"
         painter.get_by_label("Size").fill("50")
         canvas.click(position={"x": canvas.bounding_box()["width"] / 2, "y": 1})
         # Half a circle of a quarter of the height, pi / 32 of the crop.
         painter.get_by_text(
             re.compile(r"^(9|10)\.\d+ % of the trained crop is learned\.")
         ).wait_for()
+        assert canvas.evaluate(tint) == 255
         canvas.press("ArrowDown")
         canvas.press(" ")
         painter.get_by_role("button", name="Undo").click()

@@ -121,6 +121,12 @@ export async function newConfig(copied = "") {
   await settings?.newConfig(copied);
 }
 
+// The list of preview prompts is a dialog over any place.
+document.addEventListener("click", async ({ target }) => {
+  const button = target.closest("[data-prompts]");
+  if (button) (await import("./prompts.js")).show(button.dataset.prompts || queried("config") || "config");
+});
+
 addEventListener("hashchange", show);
 if (!location.hash) history.replaceState(history.state, "", firstAnchor());
 show();

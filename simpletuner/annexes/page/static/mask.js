@@ -72,6 +72,12 @@ export async function paint(card, body, saved) {
     showBrush();
   }
 
+  // The first stroke: what is painted is learned, the rest is not; what is erased is not learned, the rest is.
+  function stroke() {
+    if (isFresh) tint(!find("[value=erase]").checked);
+    line(place);
+  }
+
   function tint(isTinted) {
     context.globalCompositeOperation = "source-over";
     context.clearRect(0, 0, canvas.width, canvas.height);
@@ -146,7 +152,7 @@ export async function paint(card, body, saved) {
   canvas.addEventListener("pointerdown", (event) => {
     canvas.setPointerCapture(event.pointerId);
     Object.assign(place, point(event));
-    change(() => line(place));
+    change(stroke);
   });
   canvas.addEventListener("pointermove", (event) => {
     if (event.buttons) return line(point(event));
@@ -157,7 +163,7 @@ export async function paint(card, body, saved) {
   canvas.addEventListener("focus", showBrush);
   dialog.addEventListener("keydown", (event) => {
     if ((event.ctrlKey || event.metaKey) && event.key === "z") undo();
-    else if (event.target === canvas && event.key === " ") change(() => line(place));
+    else if (event.target === canvas && event.key === " ") change(stroke);
     else if (event.target === canvas && ARROWS[event.key]) {
       const [x, y] = ARROWS[event.key].map((step) => step * Math.max(1, STEP * radius()));
       Object.assign(place, { x: Math.min(canvas.width, Math.max(0, place.x + x)), y: Math.min(canvas.height, Math.max(0, place.y + y)) });
@@ -188,7 +194,7 @@ export async function paint(card, body, saved) {
     await image.decode();
     isFresh = !take(image); // a white mask may have been created automatically
   }
-  if (isFresh) tint(true);
+  if (isFresh) tint(false);
   page("#library").append(dialog);
   dialog.showModal();
   tell();
