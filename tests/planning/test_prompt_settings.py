@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +12,9 @@ from PIL import Image
 
 from simpletuner.config.sources import parse_arguments
 from simpletuner.planning.build import plan_training
-from simpletuner.planning.entries import previews_of_a_round, prompts_with_sources
+from simpletuner.planning.entries import previews_of_a_round, prompt_entries, prompts_with_sources
 from simpletuner.planning.plans import Plan
-from tests.tools.workspace import Workspace
+from tests.tools.workspace import DATASETS, Workspace
 
 Capture = pytest.CaptureFixture[str]
 
@@ -120,3 +122,58 @@ def test_a_picture_for_a_model_that_starts_from_noise_is_warned_about(
 
     assert "'picture' of 'a' has no effect: t2i-lite-sft starts from noise" in warning
     assert [sources for _, sources in prompts_with_sources(planned(workspace))] == [[None]]
+
+
+@pytest.fixture
+def edits(tmp_path: Path, i2i_checkpoint: Path) -> Workspace:
+    """Pictures that are edits of other pictures, from which previews start."""
+    made = Workspace.create(tmp_path / "run", i2i_checkpoint, model_flavour="i2i-lite-sft")
+    made.add_pictures("datasets/sources", 8, seed=5)
+    sources = {
+        **DATASETS[0],
+        "id": "sources",
+        "instance_data_dir": "datasets/sources",
+        "dataset_type": "conditioning",
+        "conditioning_type": "reference_strict",
+    }
+    made.write_datasets([{**DATASETS[0], "conditioning_data": ["sources"]}, sources, DATASETS[1]])
+    made.write_config(num_eval_images=2)
+    return made
+
+
+def test_a_prompt_starts_from_its_own_picture_and_the_others_from_those_of_the_run(
+    edits: Workspace,
+) -> None:
+    Image.new("RGB", (96, 64)).save(edits.path("mine.png"))
+    write_library(edits, {"a": "one", "b": {"prompt": "two", "picture": "mine.png"}})
+
+    plan = planned(edits)
+
+    sources = [[source.name for source in pair[1] if source] for pair in prompts_with_sources(plan)]
+    assert sources == [["p0.png", "p1.png"], ["mine.png"]]
+    assert previews_of_a_round(plan) == (3, 3)
+
+
+def test_embeddings_are_made_for_every_picture_at_the_sizes_of_its_prompt(
+    edits: Workspace,
+) -> None:
+    Image.new("RGB", (96, 64)).save(edits.path("mine.png"))
+    own = {"prompt": "two", "picture": "mine.png", "resolution": "160"}
+    write_library(edits, {"a": "one", "b": own})
+    plan = planned(edits)
+    asked: list[tuple[str, str, tuple[int, int]]] = []
+    catalogue: Any = SimpleNamespace(
+        prompt_holds_picture=True,
+        text=lambda _, text, picture, title, *, negative: asked.append(
+            ("negative" if negative else text, picture.name, picture.geometry.size)
+        ),
+    )
+
+    prompt_entries(plan, catalogue)
+
+    pictures = [("p0.png", (128, 128)), ("p1.png", (128, 128)), ("mine.png", (160, 160))]
+    texts = ["one", "one", "two"]
+    assert asked == [
+        *((text, *picture) for text, picture in zip(texts, pictures, strict=True)),
+        *(("negative", *picture) for picture in pictures),
+    ]

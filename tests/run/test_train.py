@@ -400,14 +400,21 @@ def test_i2i_trains_and_previews_from_its_sources(tmp_path: Path, i2i_checkpoint
         "conditioning_type": "reference_strict",
     }
     workspace.write_datasets([edits, sources, DATASETS[1]])
+    own = {"prompt": "a hat", "picture": "datasets/sources/p7.png", "resolution": "160x128"}
+    workspace.path("library.json").write_text(json.dumps({"own": own}))
     workspace.write_config(
-        validation_disable=False, num_eval_images=2, caption_dropout_probability=0.5
+        validation_disable=False,
+        num_eval_images=2,
+        caption_dropout_probability=0.5,
+        user_prompt_library="library.json",
     )
 
     assert workspace.train() == 0
 
     names = [path.name for path in workspace.path("output/validation_images").iterdir()]
     assert any("validation-1_0_128x128" in name for name in names)
+    assert any("_own_0_160x128" in name for name in names), "once, from its own picture"
+    assert not any("_own-" in name for name in names)
     texts = list(workspace.path("cache/text").rglob("*.safetensors*"))
     # Two captions and the empty one with each of eight sources.
     assert len(texts) >= 8 * 3

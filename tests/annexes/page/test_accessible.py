@@ -123,6 +123,18 @@ def test_the_form_is_accessible(page: Any) -> None:
         assert complaints(page) == "", tab
 
 
+def test_the_list_of_prompts_is_accessible(page: Any) -> None:
+    go(page, "?config=config#validation")
+    page.get_by_role("button", name="Edit the prompts").click()
+    dialog = page.get_by_role("dialog", name="Preview prompts of config")
+    dialog.get_by_role("button", name="Add a prompt").click()
+    dialog.get_by_label("Seed").fill("x")
+    dialog.get_by_role("button", name="Save").click()
+    expect(dialog.locator(".faults .bad").first).to_be_visible()
+
+    assert complaints(page) == ""
+
+
 def test_the_start_card_is_accessible(page: Any, workspace: Workspace) -> None:
     go(page, "?config=config#start")
     expect(page.locator("#drop")).to_be_visible()  # before, nobody can choose files
