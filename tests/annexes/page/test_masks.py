@@ -4,6 +4,7 @@ stem.
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 
@@ -104,3 +105,46 @@ def test_no_mask_is_written_behind_a_link_out_of_the_project(
     assert "is behind a link out of the project" in answer.text
     assert list(outside.iterdir()) == []
     assert (tmp_path / "cats_masks/c.png").read_bytes() == before
+
+
+def caption(page: TestClient, name: str, text: str) -> None:
+    shown = page.get("/library", params={"dataset": "cats"}).text
+    (tag,) = re.findall(rf'data-file="{re.escape(name)}"[^>]*data-tag="([^"]*)"', shown)
+    body = {"dataset": "cats", "file": name, "text": text}
+    headers = {"If-Match": f'"{tag}"'} if tag else {}
+    answer = page.put("/api/library/caption", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    check_plan()
+
+
+def edit_all(page: TestClient, **edit: str) -> str:
+    """Change all captions; returns the name of the copy of those before."""
+    body = {"dataset": "cats", **edit}
+    preview = page.post("/api/library/edit", json=body).json()
+    answer = page.post("/api/library/edit", json={**body, "seen": preview["digest"]})
+    assert answer.status_code == 200, answer.text
+    check_plan()
+    return str(answer.json()["backup"])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_order_of_buttons_leads_to_an_error_of_the_plan(page: TestClient, seed: int) -> None:
+    chance = random.Random(seed)
+    out = ""  # the file that is left out
+    backup = ""
+    for _ in range(12):
+        name = chance.choice([*FILES])
+        button = chance.choice(["mask", "out", "caption", "trigger", "replace", "undo"])
+        if button == "mask" and name != out:
+            paint(page, name, chance.choice([0.25, 0.5, 1.0]))
+        elif button == "out":
+            exclude(page, out or name, out=not out)
+            out = "" if out else name
+        elif button == "caption":
+            caption(page, name, chance.choice(["", "a cat, asleep", "a\nb", "zkt " * 100]))
+        elif button == "trigger":
+            backup = edit_all(page, trigger="zkt")
+        elif button == "replace":
+            backup = edit_all(page, find="cat", replace="dog")
+        elif button == "undo" and backup:
+            edit_all(page, undo=backup)
