@@ -15,9 +15,9 @@ import typer
 from uvicorn import Server
 from uvicorn.supervisors import ChangeReload
 
-from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.guard import Access, is_everywhere, is_own, page_token
 from simpletuner.annexes.page.project import Project
+from simpletuner.annexes.page.runs.control import Runs
 from simpletuner.annexes.page.serve import listen, make_server, page_of_run
 from simpletuner.errors import Interrupted, UserError
 from simpletuner.redaction import hide

@@ -13,7 +13,7 @@ from simpletuner.annexes.report.sheet import SheetCell
 from simpletuner.annexes.start.ending import ending_of
 from simpletuner.cli.app import main
 from simpletuner.reporting.metrics import METRICS_FILE
-from tests.annexes.page.test_table import compared, folder, measured
+from tests.annexes.page.runs.test_table import compared, folder, measured
 
 __all__ = ["folder"]
 

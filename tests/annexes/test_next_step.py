@@ -17,7 +17,7 @@ from simpletuner.cli.next_step import print_next_step
 from simpletuner.config.sources import parse_arguments
 from simpletuner.planning.lock import LOCK_FILE
 from simpletuner.reporting.metrics import MediaRecord
-from tests.annexes.page.test_runs import own
+from tests.annexes.page.runs.test_runs import own
 from tests.tools.records import MadeRecord, write_grey
 from tests.tools.workspace import Workspace
 

@@ -13,7 +13,7 @@ import pytest
 
 from simpletuner import atomic
 from simpletuner.annexes import payloads
-from simpletuner.annexes.page.live import events_after
+from simpletuner.annexes.page.runs.live import events_after
 from simpletuner.annexes.payloads import (
     EVENTS_FILE,
     EventLog,

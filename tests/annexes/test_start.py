@@ -16,7 +16,7 @@ import pexpect
 import pytest
 from PIL import Image
 
-from simpletuner.annexes.page.receive import receive
+from simpletuner.annexes.page.new.receive import receive
 from simpletuner.annexes.start import answers
 from simpletuner.annexes.start.intervals import checkpoint_interval, preview_interval
 from simpletuner.annexes.start.media_folder import MediaFolder, OpenedFiles

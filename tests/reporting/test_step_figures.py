@@ -12,7 +12,7 @@ import pytest
 
 from simpletuner.annexes.display.progress import PlainDisplay
 from simpletuner.annexes.figures import Columns
-from simpletuner.annexes.page.run_head import live_figures
+from simpletuner.annexes.page.runs.run_head import live_figures
 from simpletuner.annexes.payloads import Payloads
 from simpletuner.annexes.report.html import charts_of
 from simpletuner.annexes.trackers import TrackerEvents

@@ -28,9 +28,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from simpletuner.annexes.page.live import BUTTONS
+from simpletuner.annexes.page.new.receive import LARGEST_FILE
 from simpletuner.annexes.page.project import LARGEST_BODY, UPLOADS, Refusal, too_large
-from simpletuner.annexes.page.receive import LARGEST_FILE
+from simpletuner.annexes.page.runs.live import BUTTONS
 from simpletuner.errors import UserError
 from simpletuner.redaction import hidden_for_now
 

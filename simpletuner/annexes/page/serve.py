@@ -30,35 +30,28 @@ from starlette.types import ASGIApp
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from simpletuner.annexes.page import (
+from simpletuner.annexes.page import docs
+from simpletuner.annexes.page.guard import OWN_USER, Access, End, Guard, is_own_user
+from simpletuner.annexes.page.new import cards, drop, start_card
+from simpletuner.annexes.page.parts import reason_for
+from simpletuner.annexes.page.project import UPLOADS, Project, Refusal, read_object
+from simpletuner.annexes.page.runs import (
     archiving,
-    captioning,
-    cards,
     chosen_file,
     comparing,
     control,
-    datasets,
-    docs,
-    drop,
-    files,
-    form,
     jobs,
-    library,
     live,
     planned,
-    prompts,
     results,
     run_comparison,
     run_list,
-    start_card,
     table,
 )
-from simpletuner.annexes.page.control import Runs
-from simpletuner.annexes.page.guard import OWN_USER, Access, End, Guard, is_own_user
-from simpletuner.annexes.page.parts import reason_for
-from simpletuner.annexes.page.project import UPLOADS, Project, Refusal, read_object
-from simpletuner.annexes.page.queue import Queue
-from simpletuner.annexes.page.runner import Runner
+from simpletuner.annexes.page.runs.control import Runs
+from simpletuner.annexes.page.runs.queue import Queue
+from simpletuner.annexes.page.runs.runner import Runner
+from simpletuner.annexes.page.settings import captioning, datasets, files, form, library, prompts
 from simpletuner.annexes.report.html import FOLDER as REPORT
 from simpletuner.errors import ConfigError, DiskFullError, UserError, reached_limit
 from simpletuner.reporting.events import EventStream

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from simpletuner.annexes.page import control
 from simpletuner.annexes.page.guard import VARIABLE
+from simpletuner.annexes.page.runs import control
 from tests.annexes.page.limit import SECONDS, time_limit
 from tests.tools.commands import forked_commands
 

@@ -23,7 +23,7 @@ from simpletuner.planning.checkpoint_folder import (
 from simpletuner.reporting.events import StateChanged
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, MediaRecord
 from simpletuner.weights.lora_names import LORA_FILE, METADATA_KEY, STEP_NOTE
-from tests.annexes.page.test_runs import STEPS, own, tell
+from tests.annexes.page.runs.test_runs import STEPS, own, tell
 
 Saved = Literal["nothing", "checkpoint", "result"]
 State = Literal["running", "interrupted", "cancelled", "stopped", "done"]

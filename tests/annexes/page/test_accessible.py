@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from simpletuner.annexes.page.queue import JOBS, QUEUE_FILE, Job
+from simpletuner.annexes.page.runs.queue import JOBS, QUEUE_FILE, Job
 from simpletuner.headers import with_metadata
 from simpletuner.reporting.events import StateChanged
 from simpletuner.weights.lora_names import LORA_FILE, STEP_NOTE
 from tests.annexes.page.page import opened
-from tests.annexes.page.test_run_page import preview
-from tests.annexes.page.test_runs import STEPS, tell
+from tests.annexes.page.runs.test_run_page import preview
+from tests.annexes.page.runs.test_runs import STEPS, tell
 from tests.tools.workspace import Workspace
 
 pytestmark = pytest.mark.slow(8)

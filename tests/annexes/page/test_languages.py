@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from simpletuner.annexes.page.start_card import LANGUAGES, card_content
+from simpletuner.annexes.page.new.start_card import LANGUAGES, card_content
 from simpletuner.annexes.start.recipe import RECIPES, TITLES
 
 TABLES = json.loads(LANGUAGES.read_text(encoding="utf-8"))

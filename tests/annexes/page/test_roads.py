@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from simpletuner.annexes.page import control
 from simpletuner.annexes.page.project import Project
-from simpletuner.annexes.page.queue import JOBS, QUEUE_FILE, Job
+from simpletuner.annexes.page.runs import control
+from simpletuner.annexes.page.runs.queue import JOBS, QUEUE_FILE, Job
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.report.samples import samples_in
+from tests.annexes.page.new.test_start_page import PLAN, started
 from tests.annexes.page.page import open_part, opened
-from tests.annexes.page.test_run_page import preview
-from tests.annexes.page.test_runs import STEPS, tell
-from tests.annexes.page.test_start_page import PLAN, started
+from tests.annexes.page.runs.test_run_page import preview
+from tests.annexes.page.runs.test_runs import STEPS, tell
 from tests.tools.web_server import picture
 from tests.tools.workspace import Workspace
 

@@ -15,9 +15,9 @@ import psutil
 import pytest
 from starlette.testclient import TestClient
 
-from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.project import Project
-from simpletuner.annexes.page.queue import QUEUE_FILE
+from simpletuner.annexes.page.runs.control import Runs
+from simpletuner.annexes.page.runs.queue import QUEUE_FILE
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.publishing.uploads import loaded_files
 from simpletuner.annexes.runs.console import CONSOLE_FILE
@@ -26,7 +26,7 @@ from simpletuner.config.sources import SECRET_SETTINGS
 from simpletuner.planning.lock import STARTED_FILE
 from simpletuner.weights.lora_names import LORA_FILE
 from tests.annexes.page.run_folder import write_lora
-from tests.annexes.page.test_results import page, project
+from tests.annexes.page.runs.test_results import page, project
 from tests.tools.workspace import Workspace
 
 __all__ = ["page", "project"]

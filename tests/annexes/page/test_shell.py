@@ -11,10 +11,10 @@ from starlette.testclient import TestClient
 
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
+from tests.annexes.page.new.test_start_page import started
 from tests.annexes.page.page import go, opened
 from tests.annexes.page.run_folder import RunFolder, every_run
-from tests.annexes.page.test_runs import STEPS, tell
-from tests.annexes.page.test_start_page import started
+from tests.annexes.page.runs.test_runs import STEPS, tell
 from tests.tools.workspace import Workspace
 
 __all__ = ["started"]

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from simpletuner.annexes.page.control import run_id
 from simpletuner.annexes.page.project import Project
+from simpletuner.annexes.page.runs.control import run_id
 from simpletuner.annexes.page.serve import create_app
 from tests.annexes.page.page import go, serving
-from tests.annexes.page.test_runs import STEPS, own, tell
+from tests.annexes.page.runs.test_runs import STEPS, own, tell
 from tests.tools.processes import PATIENCE
 from tests.tools.workspace import Workspace
 

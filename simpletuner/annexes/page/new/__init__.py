@@ -1,0 +1,1 @@
+"""The place New: the drop, what a card can train, and examples."""

@@ -1,0 +1,221 @@
+"""The list of all runs on the page: the newest first, those not started and the archived ones."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from simpletuner.annexes.page.parts import draw_part
+from simpletuner.annexes.page.runs.archive import home_of
+from simpletuner.annexes.page.runs.control import Runs
+from simpletuner.annexes.payloads import EVENTS_FILE, last_lines
+from simpletuner.annexes.report import html
+from simpletuner.annexes.report.html import MAIN_PROMPT
+from simpletuner.annexes.runs.console import CONSOLE_FILE
+from simpletuner.annexes.runs.run import Run
+from simpletuner.annexes.runs.state import ACTIVE
+from simpletuner.planning.checkpoint_folder import FILE_NAME
+from simpletuner.planning.lock import LOCK_FILE, STARTED_FILE
+from simpletuner.reporting.metrics import MEDIA, MEDIA_FILE, METRICS_FILE, MediaRecord, parse_row
+
+# Files whose change may change a row.
+WATCHED = (EVENTS_FILE, METRICS_FILE, MEDIA_FILE, LOCK_FILE, CONSOLE_FILE, STARTED_FILE, "")
+MEDIA_BYTES = 1 << 16  # at the end of the record of previews, more than a round takes
+
+FileTimes = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """A run in the list.
+
+    Attributes:
+        status: as in `Run.status`.
+        words: how far it is or got: `120 of 300`, `at 110, can continue`.
+        when: when it last wrote to its folder.
+        thumbnail: the URL of its last preview; empty without one.
+        home: for an archived run, the folder that it came from.
+    """
+
+    run: Run
+    status: str
+    state: str
+    words: str
+    when: str
+    thumbnail: str
+    home: str = ""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it trains."""
+        return self.status in ACTIVE
+
+    @property
+    def sought(self) -> str:
+        """The text in which a search looks."""
+        return f"{self.run.name} {self.run.written_by} {self.state} {self.words} {self.when}"
+
+
+class RunCache:
+    """The rows of runs that have ended, until a file of theirs changes."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Path, tuple[FileTimes, dict[str, Any], str]] = {}
+
+    def look(self, run: Run) -> tuple[dict[str, Any], str]:
+        """The status of a run, and the URL of its last preview."""
+        times = times_of(run.folder)
+        known = self._rows.get(run.folder)
+        if known is not None and known[0] == times and run.pid is None:
+            return known[1], known[2]
+        status = run.status()
+        thumbnail = thumbnail_of(run.folder)
+        # The state of a run that is at work may change without a file: its process may be killed.
+        if status["status"] not in ACTIVE and run.pid is None:
+            self._rows[run.folder] = times, status, thumbnail
+        return status, thumbnail
+
+
+_cache = RunCache()
+_listing = threading.Lock()  # several browsers ask at once
+
+
+def times_of(folder: Path) -> FileTimes:
+    """Times and sizes of the files from which a row is made."""
+    times = []
+    for name in WATCHED:
+        with suppress(OSError):
+            status = (folder / name).stat()
+            times.append((status.st_mtime_ns, status.st_size))
+            continue
+        times.append((0, 0))
+    return tuple(times)
+
+
+def get_list(request: Request) -> Response:
+    """All runs, as HTML."""
+    return HTMLResponse(listed(request.app.state.runs))
+
+
+def listed(runs: Runs) -> str:
+    """The list of all runs, as HTML."""
+
+    def draw() -> str:
+        with _listing:
+            rows = [listed_run(run) for run in runs.all()]
+            archived = [listed_run(run, is_archived=True) for run in runs.archived()]
+        started = [row for row in rows if row.status != "idle"]
+        started.sort(key=lambda row: (row.is_active, row.run.seen), reverse=True)
+        return html.render(
+            "page/runs/run_list.html.jinja",
+            rows=started,
+            not_started=sorted_by_name([row for row in rows if row.status == "idle"]),
+            archived=archived,
+            may_change=runs.project.run is None,
+        )
+
+    return draw_part("Runs", draw)
+
+
+def sorted_by_name(rows: Sequence[ListedRun]) -> list[ListedRun]:
+    """Rows by the names of their configs, those of packaged examples last."""
+    return sorted(rows, key=lambda row: ("/" in row.run.written_by, row.run.written_by))
+
+
+def listed_run(run: Run, *, is_archived: bool = False) -> ListedRun:
+    """The row of a run."""
+    status, thumbnail = _cache.look(run)
+    state, words = state_in_words(run.folder, status)
+    return ListedRun(
+        run=run,
+        status=status["status"],
+        state=state,
+        words=words,
+        when=moment(run.seen),
+        thumbnail=thumbnail,
+        home=home_of(run.folder).name if is_archived else "",
+    )
+
+
+def state_in_words(folder: Path, status: dict[str, Any]) -> tuple[str, str]:
+    """The state of a run in the words of its page, and how far it is or got."""
+    current = status["progress"]["current"]
+    total = status["progress"]["total"]
+    # The badge of a list is short: `stopped at 110, can continue` is split.
+    state = "stopped" if status["label"].startswith("stopped") else status["label"]
+    at = f"at {current:,}" if current else "before the first step"
+    match status["status"]:
+        case "running":
+            return state, f"{current:,} of {total:,}" if total else f"{current:,}"
+        case "completed":
+            return state, f"{current:,} steps" if current else ""
+        case "cancelled" | "interrupted":
+            return state, at + what_remains(folder, current)
+        case "error":
+            return state, at
+    return state, ""
+
+
+def what_remains(folder: Path, step: int) -> str:
+    """Whether a run that ended early can go on."""
+    if any(folder.glob(f"checkpoint-*/{FILE_NAME}")):
+        return ", can continue"
+    return ", nothing saved" if step else ""
+
+
+def moment(seconds: float) -> str:
+    """A time of the past: `today 14:05`, `yesterday 9:30`, `27 Nov 14:05`, `27 Nov 2025`."""
+    if not seconds:
+        return ""
+    then = datetime.fromtimestamp(seconds).astimezone()
+    today = datetime.now().astimezone().date()
+    clock = f"{then.hour}:{then.minute:02}"
+    if then.date() == today:
+        return f"today {clock}"
+    if then.date() == today - timedelta(days=1):
+        return f"yesterday {clock}"
+    day = f"{then.day} {then:%b}"
+    return f"{day} {clock}" if then.year == today.year else f"{day} {then.year}"
+
+
+def thumbnail_of(folder: Path) -> str:
+    """The URL of a small copy of a run's last preview; empty without one."""
+    record = last_preview(folder)
+    if record is None:
+        return ""
+    file = folder / record.path
+    changed = file.stat().st_mtime_ns
+    return f"/library/thumbnail?{urlencode({'path': str(file), 'stamp': changed})}"
+
+
+def last_preview(folder: Path) -> MediaRecord | None:
+    """The preview of the main prompt of the last step, or else its first preview."""
+    shown: MediaRecord | None = None
+    for line in reversed(last_lines(folder / MEDIA_FILE, MEDIA_BYTES)):
+        record = _record_in(line)
+        if record is None or not (folder / record.path).is_file():
+            continue
+        if shown is not None and record.step != shown.step:
+            break
+        shown = record
+        if record.short_name == MAIN_PROMPT and not record.ema:
+            break
+    return shown
+
+
+def _record_in(line: bytes) -> MediaRecord | None:
+    """The preview in a line of the record; None if it is damaged."""
+    try:
+        return MEDIA.validate_python(parse_row(line))
+    except ValidationError:
+        return None

@@ -1,0 +1,62 @@
+"""The job of the queue that writes missing captions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from simpletuner.annexes.page.project import Refusal, chosen_by, project_of
+from simpletuner.annexes.page.runs.jobs import queue_of
+from simpletuner.annexes.page.runs.queue import RUNNING, WAITING, Job
+from simpletuner.annexes.page.settings.library import editable
+from simpletuner.annexes.runs.console import PROMPT, output_end
+from simpletuner.atomic import why_not_writable
+from simpletuner.errors import Problem
+
+
+def start_captioning(request: Request, body: dict[str, Any]) -> Response:
+    """Queue a job that captions files without captions.
+
+    The body is `{"config", "dataset", "style", "trigger"}`.
+    """
+    library = editable(request, body)
+    project = project_of(request)
+    name = str(body.get("config") or "config")
+    job = captioning_job(request)
+    if job is not None and job.state in (WAITING, RUNNING):
+        raise Refusal(409, "A captioning job is already running or queued.")
+    folder = project.inside(library.context.output_dir)
+    if reason := why_not_writable(folder):
+        raise Refusal(403, [Problem("output_dir", reason)])
+    folder.mkdir(parents=True, exist_ok=True)
+    options = [f"--{key}={body[key]}" for key in ("dataset", "style", "trigger") if body.get(key)]
+    options.append(chosen_by(name, project.config_file(name)))
+    queue_of(request).add("caption", str(folder), config=name, options=options)
+    return JSONResponse({}, 202)
+
+
+def captioning_state(request: Request) -> Response:
+    """The state of the captioning job: its id, dataset and output."""
+    job = captioning_job(request)
+    if job is None:
+        return JSONResponse({"running": False})
+    message = job.message or "Waiting in the queue on the tab Run."
+    if job.state == RUNNING:
+        _, _, newest = output_end(job.log).rpartition(PROMPT)
+        _command, _, output = newest.partition("\n")
+        message = output.strip()
+    state = {
+        "job": job.id,
+        "dataset": job.options[0].removeprefix("--dataset="),
+        "running": job.state in (WAITING, RUNNING),
+        "message": message,
+    }
+    return JSONResponse(state)
+
+
+def captioning_job(request: Request) -> Job | None:
+    """The newest job that writes captions."""
+    captioning = [job for job in queue_of(request).read() if job.command == "caption"]
+    return captioning[-1] if captioning else None
