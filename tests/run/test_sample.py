@@ -209,7 +209,7 @@ def test_a_sweep_marks_the_lowest_loss_and_continues_where_it_stopped(
     assert trained.run(*command) == 0
 
     output = joined_output(capsys)
-    assert "The evaluation loss is lowest at " in output
+    assert "The held-out loss is lowest at " in output
     stored = json.loads(trained.path("sweep/losses.json").read_text())
     assert stored["step"] == best
     losses = stored["losses"]
@@ -434,7 +434,7 @@ def test_a_sample_that_does_not_fit_in_memory_is_refused(
     [
         (
             {},
-            "No evaluation loss was measured",
+            "No held-out loss was measured",
             None,
         ),
         (

@@ -61,7 +61,7 @@ def draw_sheet(sheet: Sheet) -> Image.Image:
     left: dict[int, int] = {}  # of a column, by step
     for column, step in enumerate(steps):
         left[step] = MARGIN + column * (CELL + MARGIN)
-        mark = ", lowest evaluation loss" if step == sheet.best else ""
+        mark = ", lowest held-out loss" if step == sheet.best else ""
         title = f"step {step:,}{mark}" if step else "untrained"
         draw.text((left[step], MARGIN // 2), title, "black", font)
 

@@ -172,7 +172,7 @@ class Plot {
       group.append(shape("line", { class: "rule", x1: MARGIN.left, x2: this.right, y1: y, y2: y }));
       group.append(shape("text", { x: MARGIN.left - 8, y: y + 4, "text-anchor": "end" }, readable(value)));
     }
-    let places = last > first ? linearTicks(first, last, Math.max(2, width / 90)) : [first];
+    let places = last > first ? linearTicks(first, last, Math.max(2, width / 60)) : [first];
     if (!this.overTime) places = places.filter(Number.isInteger);
     for (const place of places) {
       const x = this.placeX(place);

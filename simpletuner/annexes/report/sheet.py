@@ -160,19 +160,19 @@ class Sheet:
         points = evaluation_points(self.metrics)
         if not points:
             return (
-                "No evaluation loss was measured, so no checkpoint is marked. To have one marked, "
+                "No held-out loss was measured, so no checkpoint is marked. To have one marked, "
                 "hold out a few files in the next run."
             )
         best_step, lowest = min(points, key=itemgetter(1))
         last_step, last_loss = points[-1]
         if best_step == last_step:
             summary = (
-                f"The evaluation loss is lowest at the last measured step ({lowest:.4g} at step "
+                f"The held-out loss is lowest at the last measured step ({lowest:.4g} at step "
                 f"{best_step:,})."
             )
         else:
             summary = (
-                f"The evaluation loss is lowest at step {best_step:,} ({lowest:.4g}) and then "
+                f"The held-out loss is lowest at step {best_step:,} ({lowest:.4g}) and then "
                 f"rises to {last_loss:.4g} at step {last_step:,}."
             )
         if self.best is None or not self.losses:

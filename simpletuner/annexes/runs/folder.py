@@ -34,6 +34,7 @@ class RunFolder:
         id: name in URLs.
         may_start: whether this server starts runs.
         written_by: the project's config whose output folder this is; empty if there is none.
+        project: the project's folder; paths below it are shown relative to it.
         child: the process that this server started for the run.
         events: follows the log of events.
     """
@@ -42,6 +43,7 @@ class RunFolder:
     folder: Path
     may_start: bool = True
     written_by: str = ""
+    project: Path | None = None
     child: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
@@ -71,6 +73,13 @@ class RunFolder:
     def name(self) -> str:
         """The name of the folder; bytes that are not UTF-8 are replaced."""
         return as_text(self.folder.name)
+
+    @property
+    def shown_folder(self) -> str:
+        """The folder as people write it: relative to the project's folder, if it is in there."""
+        if self.project is not None and self.folder.is_relative_to(self.project):
+            return as_text(self.folder.relative_to(self.project))
+        return as_text(self.folder)
 
     @property
     def started(self) -> Mapping[str, Any]:

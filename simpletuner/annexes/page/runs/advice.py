@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from simpletuner.annexes.advice.next_step import NextStep
 from simpletuner.annexes.page.parts import draw_part
 from simpletuner.annexes.report import html
 from simpletuner.annexes.runs.next_step import next_step_of
@@ -20,10 +21,15 @@ def advice_part(run: Run) -> str:
     return draw_part("What to do next", draw)
 
 
+def is_in_head(step: NextStep) -> bool:
+    """Whether the head of the run's page says it already, and has its button."""
+    return step.kind == "continue" and not step.settings
+
+
 def values_of(run: Run) -> dict[str, Any]:
     """Template values: the sentence, and which of its buttons work."""
     step = next_step_of(run)
-    if step is None:
+    if step is None or is_in_head(step):
         return {"next": None}
     status = run.status()
     file = run.folder / f"checkpoint-{step.step}" / LORA_FILE

@@ -154,7 +154,9 @@ class Runs:
 
     def at(self, folder: Path) -> Run:
         """The run of an output folder."""
-        return self._runs.setdefault(folder, Run(run_id(folder), folder, self.project.run is None))
+        may_start = self.project.run is None
+        run = Run(run_id(folder), folder, may_start, project=self.project.folder)
+        return self._runs.setdefault(folder, run)
 
     def _recorded(self) -> dict[Path, str]:
         """Folders with the files of a run, near the top of the project."""

@@ -35,7 +35,7 @@ from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, MediaRecord,
 FEWEST = 2
 MOST = 6  # more curves in a chart cannot be told apart
 ROWS = 24  # prompts
-HELD_OUT = "Loss on held-out files"
+HELD_OUT = "Held-out loss"
 FIRST = ("Loss", HELD_OUT)  # charts before all others
 SMOOTHED = "faint: each step; line: smoothed"
 FILES = "files"  # in place of a setting: what was trained on

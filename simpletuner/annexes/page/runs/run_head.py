@@ -51,8 +51,15 @@ def head(run: Run) -> dict[str, Any]:
         "reason": reason,
         "answers": answers_of(run),
         "loss": loss_of(run, status) if status["can"]["cancel"] else "",
+        "is_without_config": is_without_config(run, status),
         "has_report": (run.folder / REPORT_FILE).is_file(),
     }
+
+
+def is_without_config(run: Run, status: Mapping[str, Any]) -> bool:
+    """Whether an unfinished run cannot go on here, since no config writes to its folder."""
+    has_ended = status["status"] not in (*ACTIVE, "idle", "completed")
+    return has_ended and run.may_start and not run.config
 
 
 def bar_of(run: Run, status: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -126,7 +133,7 @@ def final_figures(run: Run, columns: Columns) -> Iterator[tuple[str, str]]:
     measured = evaluation_points(columns)
     if measured:
         step, best = min(measured, key=lambda point: point[1])
-        yield "Lowest evaluation loss", f"{best:.4g} at step {step:,}"
+        yield "Lowest held-out loss", f"{best:.4g} at step {step:,}"
     yield from time_in_steps(columns)
     files = list(files_of(run))
     if files:

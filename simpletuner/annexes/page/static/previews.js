@@ -12,11 +12,14 @@ let request = null;
 
 // ---- Size: rows are filled, and have as equal a number of previews as possible ----
 
+// On a phone, there are two in a row, unless large ones are wanted or each is a pair.
+const fewest = (box) => (size === "L" || box.querySelector(".beside") ? 1 : 2);
+
 function arrange() {
   for (const button of place.querySelectorAll("[data-size]")) button.setAttribute("aria-pressed", String(button.dataset.size === size));
   for (const box of place.querySelectorAll(".shots")) {
     const count = box.childElementCount;
-    const most = Math.max(1, Math.floor((box.clientWidth + GAP) / ((SIZES[size] ?? SIZES.M) + GAP)));
+    const most = Math.max(fewest(box), Math.floor((box.clientWidth + GAP) / ((SIZES[size] ?? SIZES.M) + GAP)));
     const rows = Math.ceil(count / most);
     box.style.setProperty("--columns", Math.max(1, Math.ceil(count / rows)));
   }

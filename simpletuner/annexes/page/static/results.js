@@ -4,7 +4,6 @@ import { element } from "./common.js";
 import { parts, run, send, want } from "./run.js";
 
 const pane = document.querySelector(".run-view");
-const beside = document.getElementById("beside");
 
 // Replaces the options of a select, keeping the selection.
 function offer(select, entries, otherwise) {
@@ -15,15 +14,19 @@ function offer(select, entries, otherwise) {
 
 // ---- Curves of another run ----
 
-const observer = new MutationObserver(() => {
+function offerOthers() {
+  const beside = document.getElementById("beside");
+  if (!beside) return;
   const others = [...pane.querySelectorAll("[data-part=list] a[data-run]")].filter((link) => link.dataset.run !== run);
   offer(beside.querySelector("select"), [["", "no other run"], ...others.map((link) => [link.dataset.run, link.querySelector("b").textContent])], "");
-  beside.hidden = !others.length || !pane.querySelector("[data-part=curves] figure");
-});
+  beside.hidden = !others.length;
+}
+const observer = new MutationObserver(offerOthers);
 observer.observe(pane.querySelector("[data-part=list]"), { childList: true, subtree: true, attributes: true });
 observer.observe(pane.querySelector("[data-part=curves]"), { childList: true });
 
-beside.addEventListener("change", ({ target }) => {
+pane.addEventListener("change", ({ target }) => {
+  if (!target.closest("#beside")) return;
   parts.curves.query = target.value && new URLSearchParams({ beside: target.value }).toString();
   want("curves");
 });

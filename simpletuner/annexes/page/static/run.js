@@ -62,9 +62,18 @@ function showCurves(node, fresh) {
     return;
   }
   const overTime = plots.some((plot) => plot.overTime);
-  node.replaceChildren(...fresh.childNodes);
+  if (node.querySelector("#curves") && fresh.querySelector("#curves")) replaceCharts(node, fresh);
+  else node.replaceChildren(...fresh.childNodes);
   if (data.charts.length) drawCharts();
   if (overTime && data.hours.length > 1) setAxis("hours");
+}
+
+// The heading stays: its select has the focus while other runs are chosen.
+function replaceCharts(node, fresh) {
+  const head = node.querySelector(".section-head");
+  while (head.nextSibling) head.nextSibling.remove();
+  fresh.querySelector(".section-head").remove();
+  head.after(...fresh.querySelector("#curves").childNodes);
 }
 
 function showPreviews(node, fresh) {

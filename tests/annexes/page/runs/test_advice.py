@@ -90,4 +90,11 @@ def test_the_result_and_the_sentence_name_the_same_checkpoint(
     assert "Take checkpoint 200" in advice(page, folder)
     result = shown.partition("<h2>Result</h2>")[2].partition("</section>")[0]
     assert "tep 200</b>" in result
-    assert "the lowest loss on held-out files" in result
+    assert "the lowest held-out loss" in result
+
+
+def test_the_sentence_does_not_repeat_the_head(page: TestClient, tmp_path: Path) -> None:
+    """The head of an interrupted run says from where it continues, and has the button."""
+    folder = MadeRecord(total=800, end="interrupted").write(tmp_path / "output" / "cats")
+
+    assert advice(page, folder).strip() == ""

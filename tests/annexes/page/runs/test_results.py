@@ -481,7 +481,7 @@ def test_unfinished_sweep_shows_its_rendered_cells(
     with (finished / METRICS_FILE).open("a") as file:
         file.write(json.dumps({"step": 3, "loss/val/held": 0.5}) + "\n")
     shown = page.get(f"/runs/{run_of(page)}/results").text
-    assert "The evaluation loss is lowest" in shown
+    assert "The held-out loss is lowest" in shown
     assert re.findall(r'data-step="(\d+)"', shown) == ["2"]
     source = re.findall(r'<img src="(.*?)"', shown)[0]
     assert page.get(source).headers["content-type"] == "image/png"
@@ -524,7 +524,7 @@ def test_a_person_compares_two_steps_and_two_runs(
         expect(tags).to_have_text(["step 0", "step 3"] * 2)
         page.get_by_label("beside").select_option("1")
         expect(tags).to_have_text(["step 1", "step 3"] * 2)
-        page.get_by_label("Compare curves with").select_option(label="other")
+        page.get_by_label("Compare with").select_option(label="other")
         expect(page.locator(".key-line").first).to_have_text("lossother: loss")
         tell(
             finished,

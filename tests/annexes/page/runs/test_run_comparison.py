@@ -77,7 +77,7 @@ def test_neighbouring_kinds_of_runs_are_compared(page: TestClient, project: Path
         lines = charts_in(text)
         assert lines["Loss"].keys() == {kind.name for kind in pair}
         evaluated = {kind.name for kind in pair if kind.evaluated}
-        assert lines.get("Loss on held-out files", {}).keys() == evaluated
+        assert lines.get("Held-out loss", {}).keys() == evaluated
         assert "2 runs compared" in text
         rendered = [kind.media for kind in pair]
         assert ("Enlarge validation of" in text) == ("nothing" not in rendered)
@@ -90,7 +90,7 @@ def test_each_run_has_one_colour_in_all_charts(page: TestClient, project: Path) 
     charts = charts_in(compare(page, plain, evaluated))
 
     assert [line["colour"] for line in charts["Loss"].values()] == [0, 1]
-    assert [line["colour"] for line in charts["Loss on held-out files"].values()] == [1]
+    assert [line["colour"] for line in charts["Held-out loss"].values()] == [1]
 
 
 def test_only_settings_that_differ_are_shown(page: TestClient, project: Path) -> None:

@@ -291,3 +291,22 @@ def test_terminal_text_of_a_finished_run_is_folded(page: TestClient, tmp_path: P
     before, _, folded = log.partition("<summary>What the run reported</summary>")
     assert "simpletuner sample" in folded.partition("</details>")[0]
     assert "simpletuner" not in before
+
+
+def test_a_run_without_a_config_says_how_it_continues(page: TestClient, tmp_path: Path) -> None:
+    folder = RunFolder(False, "checkpoint", False, "interrupted").write(tmp_path / "output")
+
+    head = part(page, folder, "head").replace("<wbr>", "")
+
+    assert f"No config of this project has the output folder output/{folder.name}" in head
+
+
+def test_folders_of_the_project_are_shown_without_its_path(
+    page: TestClient, tmp_path: Path
+) -> None:
+    folder = RunFolder(False, "result", False, "done").write(tmp_path / "output")
+
+    head = part(page, folder, "head").replace("<wbr>", "")
+
+    assert f"output/{folder.name}" in head
+    assert str(tmp_path) not in head

@@ -209,7 +209,7 @@ def test_only_the_best_checkpoint_at_its_best_strength_is_marked(
     marked = [">lowest loss<" in cell for row in rows(shown) for cell in row]
     assert marked == [False, False, True, False] + [False] * 4
     assert "Step 200 at strength 0.75" in shown
-    assert "the lowest loss on held-out files" in shown
+    assert "the lowest held-out loss" in shown
 
 
 def test_comparison_of_an_earlier_version_has_its_strengths(page: TestClient, folder: Path) -> None:
