@@ -30,7 +30,7 @@ from simpletuner.data.buckets import PixelGrid
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.registry import FAMILIES
 from simpletuner.planning.checks import check_config, check_flavour, worth_reporting
-from simpletuner.planning.prompt_library import read_library
+from simpletuner.planning.prompt_library import PARSERS, read_library
 from tests.docs.languages import FENCE, LANGUAGES
 from tests.tools.refusals import family_complaints
 from tests.tools.reports import found_by
@@ -306,7 +306,7 @@ def test_documented_recipe_steps_match_the_program() -> None:
 
 def test_keys_named_for_users_of_other_programs_exist() -> None:
     page = (ROOT / "docs" / "COMING_FROM.md").read_text(encoding="utf-8")
-    keys = {*all_options(), *DatasetConfig.model_fields, "position_start"}
+    keys = {*all_options(), *DatasetConfig.model_fields, *PARSERS, "position_start"}
     values = {"eval", "image"}
 
     named: set[str] = set()
