@@ -11,7 +11,7 @@ from simpletuner.annexes.page.new.start_card import LANGUAGES, card_content
 from simpletuner.annexes.start.recipe import RECIPES, TITLES
 
 TABLES = json.loads(LANGUAGES.read_text(encoding="utf-8"))
-FOLDER = LANGUAGES.parents[1]
+FOLDER = LANGUAGES.parents[1] / "new"
 
 
 def said() -> set[str]:

@@ -72,7 +72,7 @@ IDLE_SECONDS = 30.0  # timeout without data; an upload may take hours
 LARGEST_SIZE = 2048  # resolution that the card can ask for
 MOST_SKIPPED = 20  # skipped files that are listed
 # Translations of the card's texts, by language and English text.
-LANGUAGES = Path(__file__).parent / "static" / "languages.json"
+LANGUAGES = Path(__file__).parents[1] / "static" / "languages.json"
 
 
 def card_content(accepted: str) -> dict[str, Any]:
