@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 # A required key is missing; files have no usable caption; files of a remote dataset are not
 # downloaded.
-Kind = Literal["required", "captions", "unfetched"]
+Kind = Literal["required", "captions", "unfetched", "consent"]
 
 
 def escape_controls(text: str) -> str:

@@ -38,7 +38,7 @@ from simpletuner.config.json_reader import check_unset
 from simpletuner.config.precision import check_capability, multiplied
 from simpletuner.config.sources import Arguments
 from simpletuner.distributed.world import world_from_launcher
-from simpletuner.errors import ConfigError, Problem, Problems, counted
+from simpletuner.errors import ConfigError, Kind, Problem, Problems, counted
 from simpletuner.models.source import ModelSource
 from simpletuner.planning.build import plan_training
 from simpletuner.planning.plans import AnyPlan, Plan, SamplePlan
@@ -248,10 +248,12 @@ def check_gpu(budget: Budget, report: Problems, *, yes: bool = False) -> None:
         elif built_for and built_for != device.backend:
             reason += f", since its {TITLES[built_for]} build is installed"
             advice = REINSTALL[device.backend]
-    if needs_consent(budget) and not yes:
+    is_refused = needs_consent(budget) and not yes
+    if is_refused:
         advice += f" {CONSENT}"
     time = f"about {duration_text(seconds)}, {duration_text(budget.step_seconds)} a step"
-    report.warn(MISSING_GPU, f"{reason}. On the CPU this takes {time}.{advice}")
+    kind: Kind | None = "consent" if is_refused else None
+    report.warn(MISSING_GPU, f"{reason}. On the CPU this takes {time}.{advice}", kind=kind)
 
 
 # What is known of training on GPUs that are not NVIDIA's; docs/INSTALL.md has a table.

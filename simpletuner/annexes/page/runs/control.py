@@ -84,6 +84,9 @@ FOLDERS_OF_RUNS = frozenset(
     {"benchmarks", "failures", "model_card", "pipeline", "requests", "samples", "sweep"}
 )
 CONSENT_KEY = "i_know_what_i_am_doing"
+CONSENT_ON_PAGE = (
+    'To train on the CPU all the same, switch on "I Know What I Am Doing" in Settings.'
+)
 RESUME = "resume_from_checkpoint"
 NOTHING_RUNS = "No active training job."
 NOT_IN_LOOP = (
@@ -518,9 +521,8 @@ def document_in(output: str, messages: str, folder: str) -> dict[str, Any]:
         return {"ok": False, "problems": [problem]}
     for problem in document["problems"]:
         problem["message"] = redact(problem["message"])
-        if problem["message"].endswith(CONSENT):
+        if problem.get("kind") == "consent":
             # The page has neither a terminal nor `--yes`, but a button for the remedy.
-            words = problem["message"].removesuffix(CONSENT)
-            problem["message"] = f"{words}To train on it all the same, set {CONSENT_KEY}."
+            problem["message"] = problem["message"].replace(CONSENT, CONSENT_ON_PAGE)
             problem["remedy"] = {CONSENT_KEY: True}
     return document

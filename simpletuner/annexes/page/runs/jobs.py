@@ -12,7 +12,6 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from simpletuner.annexes.fitting.ready import CONSENT
 from simpletuner.annexes.page.parts import draw_part
 from simpletuner.annexes.page.project import Refusal, checked_value, project_of, read_object
 from simpletuner.annexes.page.runs import control
@@ -29,9 +28,6 @@ OPTIONS = {
     "sweep": ("strengths", "checkpoints"),
     "sample": ("strength", "checkpoint", "seed", "resolution"),
 }
-
-
-CONSENT_ON_PAGE = "To train on the CPU, switch on i_know_what_i_am_doing in the settings."
 
 
 def queue_of(request: Request) -> Queue:
@@ -76,7 +72,7 @@ async def check_plan(request: Request, config: str, settings: dict[str, Any]) ->
     output, messages = await control.run_while_wanted(request, command, folder)
     document = control.document_in(output, messages, str(folder))
     refusals = [
-        Problem(problem["key"], without_terminal(problem["message"]))
+        Problem(problem["key"], problem["message"])
         for problem in document["problems"]
         if would_refuse(problem)
     ]
@@ -90,17 +86,12 @@ def would_refuse(problem: Mapping[str, Any]) -> bool:
         # Files that are not downloaded yet are downloaded by the run.
         return problem.get("kind") != "unfetched"
     # Days on a CPU need consent, unless there is a GPU that only torch can see.
-    return CONSENT in problem["message"] and not sees_gpu_files()
+    return problem.get("kind") == "consent" and not sees_gpu_files()
 
 
 def sees_gpu_files() -> bool:
     """Whether there is a GPU, also in a container without the tools that describe it."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
-
-
-def without_terminal(message: str) -> str:
-    """A problem in words of the page, which has no `train --yes`."""
-    return message.replace(CONSENT, CONSENT_ON_PAGE)
 
 
 def add_rendering(request: Request, body: dict[str, Any]) -> Response:

@@ -9,6 +9,7 @@ from typing import Any
 
 from simpletuner.annexes.figures import Columns, Point, evaluation_points, is_number
 from simpletuner.annexes.fitting.ready import CONSENT
+from simpletuner.annexes.page.runs.control import CONSENT_ON_PAGE
 from simpletuner.annexes.report.html import hours_of, smoothing_span
 from simpletuner.annexes.runs.history import STOPS_LATER, StageTurn
 from simpletuner.annexes.runs.log_files import record_in
@@ -21,11 +22,6 @@ from simpletuner.reporting.metrics import REPORT_FILE
 from simpletuner.reporting.step_figures import FIGURES
 from simpletuner.reporting.wording import clock_text, size_text
 from simpletuner.weights.lora_names import LORA_FILE
-
-# Advice for a terminal, and what the page has instead.
-PAGE_WORDS: Mapping[str, str] = {
-    CONSENT: 'To train on the CPU all the same, switch on "I Know What I Am Doing" in Settings.'
-}
 
 
 def head(run: Run) -> dict[str, Any]:
@@ -93,9 +89,7 @@ def reason_of(status: Mapping[str, Any]) -> str:
 
 def in_page_words(text: str) -> str:
     """A message in which advice for a terminal is replaced by what the page has instead."""
-    for advice, words in PAGE_WORDS.items():
-        text = text.replace(advice, words)
-    return text
+    return text.replace(CONSENT, CONSENT_ON_PAGE)
 
 
 def loss_of(run: Run, status: Mapping[str, Any]) -> str:

@@ -249,14 +249,19 @@ def test_invalid_jobs_are_refused_at_once(
     assert not project.path(QUEUE_FILE).exists()
 
 
-MISSING = {"key": "device", "message": f"no GPU was found. {CONSENT}", "fatal": False}
+MISSING = {
+    "key": "device",
+    "message": f"no GPU was found. {CONSENT}",
+    "fatal": False,
+    "kind": "consent",
+}
 
 
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
         ({"key": "output_dir", "message": "is odd.", "fatal": True}, "is odd."),
-        (MISSING, "no GPU was found. To train on the CPU, switch on i_know_what_i_am_doing"),
+        (MISSING, 'no GPU was found. To train on the CPU all the same, switch on "I Know'),
         ({"key": "cats", "message": "soon", "fatal": True, "kind": "unfetched"}, ""),
         ({"key": "seed", "message": "is odd.", "fatal": False}, ""),
     ],
