@@ -38,7 +38,7 @@ def start_captioning(request: Request, body: dict[str, Any]) -> Response:
 
 
 def captioning_state(request: Request) -> Response:
-    """The state of the captioning job: its id, dataset and output."""
+    """The state of the captioning job: its id, config, dataset and output."""
     job = captioning_job(request)
     if job is None:
         return JSONResponse({"running": False})
@@ -49,6 +49,7 @@ def captioning_state(request: Request) -> Response:
         message = output.strip()
     state = {
         "job": job.id,
+        "config": job.config,
         "dataset": job.options[0].removeprefix("--dataset="),
         "running": job.state in (WAITING, RUNNING),
         "message": message,

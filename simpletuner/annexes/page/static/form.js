@@ -176,7 +176,9 @@ export async function save() {
 }
 
 export async function put(path, body, etag, take) {
+  const { config } = state;
   const answer = await api(path, { method: "PUT", body, etag });
+  if (state.config !== config) return answer.ok; // another config was opened meanwhile
   if (answer.ok) take(answer);
   else if (answer.status === 412) {
     const { restore, settle } = await import("./conflict.js");
@@ -204,16 +206,28 @@ export async function load(name) {
   return { config: await api(`/api/configs/${name}`), datasets: await api(datasets) };
 }
 
-// Loads the files of a config, or their text if they are not JSON; a new config is empty. Resolves to the reason of a failure.
+const isBroken = ({ data }) => typeof data.text === "string";
+export const LATE = Symbol("another config was asked for meanwhile");
+let asked = 0; // number of the config that was asked for last
+
+// Loads the files of a config, or their text if they are not JSON; a new config is empty. Resolves to the reason of a
+// failure, or to LATE.
 export async function open(name, isNew = false) {
-  const none = { ok: false, etag: null, data: {} }, isBroken = ({ data }) => typeof data.text === "string";
-  const { config, datasets } = isNew ? { config: none, datasets: none } : await load(name);
-  if (!config.ok && !isNew && !isBroken(config)) return config;
+  const none = { ok: false, etag: null, data: {} };
+  const mine = (asked += 1);
+  const answers = isNew ? { config: none, datasets: none } : await load(name);
+  if (mine !== asked) return LATE;
+  if (!answers.config.ok && !isNew && !isBroken(answers.config)) return answers.config;
+  take(name, answers);
+  return null;
+}
+
+// What is open from now on.
+function take(name, { config, datasets }) {
   Object.assign(state, { config: name, gone: "" });
   takeConfig(config.ok ? config : { data: { values: {} }, etag: config.etag });
   takeDatasets(datasets.ok ? datasets : { data: { entries: [] }, etag: datasets.etag });
   for (const [part, answer] of Object.entries({ config, datasets })) if (isBroken(answer)) state.broken[part] = answer.data;
-  return null;
 }
 
 // Checks the files of the open config, and reloads them unless there are unsaved changes. Resolves to "gone", "changed",
@@ -221,13 +235,14 @@ export async function open(name, isNew = false) {
 export async function reread() {
   const known = () => [state.config, state.etag, state.datasets.etag], before = known();
   if (!state.etag) return "";
-  const { config, datasets } = await load(state.config);
+  const answers = await load(state.config);
+  const { config, datasets } = answers;
   if (!config.status || !datasets.status || !same(known(), before)) return ""; // the server is unreachable, or the config was just saved
   state.gone = (config.status === 404 && state.path) || (datasets.ok && !datasets.etag && state.datasets.etag && state.datasets.path) || "";
   if (state.gone) return "gone";
   if (!config.etag || same([state.config, config.etag, datasets.etag], before)) return "";
   if (isDirty() || page(".untaken")) return "changed";
-  await open(state.config);
+  take(state.config, answers);
   return "taken";
 }
 

@@ -135,7 +135,7 @@ async function edit(body) {
 async function follow() {
   clearTimeout(timer);
   const { ok, data } = await api("/api/library/describe"), stop = find("[value=stop]");
-  if (!ok || !stop || data.dataset !== open.dataset || (!data.running && stop.hidden)) return;
+  if (!ok || !stop || data.config !== state.config || data.dataset !== open.dataset || (!data.running && stop.hidden)) return;
   if (!data.running) await show(); // the new captions
   find(".change").open = true;
   find(".changes").textContent = data.message.split("\n").slice(-LAST).join("\n") || "Starting.";

@@ -42,6 +42,7 @@ const query = () => {
 
 // Only the large previews are fetched while the slider is dragged; an older answer is dropped.
 async function showStep() {
+  const asked = run;
   parts.previews.query = query();
   request?.abort();
   request = new AbortController();
@@ -49,7 +50,9 @@ async function showStep() {
   // An abort, by the next step, rejects either promise.
   const html = await fetch(path, { signal: request.signal }).then((answer) => (answer.ok ? answer.text() : "")).catch(() => "");
   const fresh = parsed(html).querySelector(".shots.main");
-  if (fresh) morphChildren(place.querySelector(".shots.main"), fresh);
+  const shown = place.querySelector(".shots.main");
+  if (!fresh || !shown || asked !== run) return; // another run was chosen meanwhile
+  morphChildren(shown, fresh);
   arrange();
   gather();
 }

@@ -168,32 +168,37 @@ function setLost(reason) {
   if (!reason) seen = Date.now();
 }
 
-// Fetches a part; slow parts are fetched less often.
+const pathOf = (name) => ofAll[name] ?? `/runs/${encodeURIComponent(run)}/${name}?${parts[name].query ?? ""}`;
+
+// Fetches a part; slow parts are fetched less often. An answer is dropped if another run, step or page was chosen since.
 async function refresh(name) {
   const part = parts[name];
   const isHidden = document.hidden || pane.closest("[hidden]");
   if (hasEnded || isHidden || part.busy || (!(name in ofAll) && !run)) return;
   const asked = run;
+  const path = pathOf(name);
   part.busy = true;
   part.wanted = false;
   const begun = performance.now();
   try {
-    const path = ofAll[name] ?? `/runs/${encodeURIComponent(run)}/${name}?${part.query ?? ""}`;
     const answer = await fetch(path, { signal: AbortSignal.timeout(PATIENCE) });
     const isLost = REFUSALS.includes(answer.status) || answer.status === 404; // a run that is gone leaves the list, too
     const html = answer.ok ? await answer.text() : failure(answer.status);
     if (hasEnded) return;
-    if (!isLost && (name in ofAll || asked === run)) put(name, html);
+    if (!isLost && path === pathOf(name)) put(name, html);
     setLost(REFUSALS.includes(answer.status) ? `The server answers "${answer.status} ${answer.statusText}".` : "");
     if (events?.readyState === EventSource.CLOSED) listen();
   } catch {
     if (!hasEnded) setLost("The server does not answer."); // retried in the next round
   } finally {
     part.busy = false;
-    part.at = performance.now();
-    part.pause = Math.max(1000, 10 * (part.at - begun));
+    const now = performance.now();
+    part.at = path === pathOf(name) ? now : undefined; // what is chosen now is fetched at once
+    part.pause = Math.max(1000, 10 * (now - begun));
   }
-  if (name === "list" && !hasEnded) chooseFirst();
+  if (name !== "list" || hasEnded) return;
+  if (asked === run) chooseFirst();
+  else want("list"); // this one may lack a run that was started since
 }
 
 const linkOf = (config) => (config ? place("list").querySelector(`a[data-config="${CSS.escape(config)}"]`) : null);
@@ -329,7 +334,9 @@ pane.addEventListener("submit", (event) => {
 document.addEventListener("config", (event) => {
   opened = event.detail;
   follows = linkTo(run)?.dataset.config !== opened;
-  want("list");
+  const known = follows && linkOf(opened);
+  if (known) choose(known.dataset.run);
+  else want("list");
 });
 // A run was started elsewhere on the page.
 document.addEventListener("started", (event) => {

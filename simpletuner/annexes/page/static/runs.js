@@ -137,12 +137,13 @@ async function askToDelete(id, name) {
   title.textContent = `Delete ${name}?`;
   refusal.hidden = true;
   confirm.disabled = true;
-  const answer = await fetch(`/runs/${encodeURIComponent(id)}/contents`);
-  if (answer.ok) {
+  const answer = await fetch(`/runs/${encodeURIComponent(id)}/contents`).catch(() => null);
+  if (doomed !== id) return; // another run was chosen meanwhile
+  if (answer?.ok) {
     lost.innerHTML = await answer.text(); // the server's own HTML
   } else {
     lost.replaceChildren();
-    refuse(`The server answers ${answer.status}.`);
+    refuse(answer ? `The server answers ${answer.status}.` : "The server does not answer.");
   }
   if (!dialog.open) dialog.showModal();
 }

@@ -1,5 +1,5 @@
 // The place "Settings": its parts, the search, the open config, and the check after every change.
-import { allConfigs, api, ask, bindField, changes, complete, defaultOf, element, fields, inForm, isDirty, open, page, problemLine, refuseName, remember, reread, save, sentences, showField, state, tell } from "./form.js";
+import { allConfigs, api, ask, bindField, changes, complete, defaultOf, element, fields, inForm, isDirty, LATE, open, page, problemLine, refuseName, remember, reread, save, sentences, showField, state, tell } from "./form.js";
 import { isOfDataset, refreshDatasets, showDatasets, startDatasets, tellDatasets, tellLedger } from "./datasets.js";
 import { agePlan, clearPlan, showPlan } from "./plan.js";
 
@@ -130,6 +130,7 @@ function stopSearch() {
 // The open config.
 export async function openConfig(name, from = name, configs = null) {
   const refused = await open(from || name, !from);
+  if (refused === LATE) return false;
   if (refused) {
     showSaved(`${from} cannot be opened: ${sentences(refused).join("; ")}`);
     return false;

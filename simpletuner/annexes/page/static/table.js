@@ -12,9 +12,14 @@ const panel = element("dialog", { id: "use" });
 panel.setAttribute("aria-labelledby", "use-title");
 document.body.append(panel);
 
+let latest = 0; // number of the last panel that was asked for
+
 async function openPanel(query) {
+  const mine = (latest += 1);
+  const asked = run;
   const answer = await fetch(`/runs/${encodeURIComponent(run)}/use?${query}`).catch(() => null);
   const html = answer?.ok ? await answer.text() : await refusalOf(answer);
+  if (mine !== latest || asked !== run) return; // other weights, or another run, were chosen meanwhile
   panel.replaceChildren(...parsed(html).childNodes);
   panel.query = query;
   if (!panel.open) panel.showModal();
@@ -125,8 +130,9 @@ let pause = 0;
 function estimate(form) {
   clearTimeout(pause);
   pause = setTimeout(async () => {
+    const mine = pause;
     const answer = await api("/api/training/estimate", { method: "POST", body: { run, ...asked(form) } });
-    if (answer.ok) form.querySelector("[data-estimate]").textContent = answer.data.estimate;
+    if (answer.ok && mine === pause) form.querySelector("[data-estimate]").textContent = answer.data.estimate;
   }, 300);
 }
 

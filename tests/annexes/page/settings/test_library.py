@@ -518,6 +518,7 @@ def test_missing_captions_are_a_job_of_the_queue(
     job = runner.queue.read()[0]
     progress = {
         "job": job.id,
+        "config": "config",
         "dataset": "cats",
         "running": True,
         "message": "Writing captions: 30/100",
