@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from operator import itemgetter
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from simpletuner.annexes.figures import Columns, evaluation_points
 from simpletuner.atomic import write_json
@@ -42,6 +44,20 @@ class SheetCell(MediaRecord):
 CELLS = TypeAdapter(list[SheetCell])
 
 
+def numeral(text: str) -> str:
+    """A text that is a finite number.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not math.isfinite(float(text)):
+        raise ValueError(text)
+    return text
+
+
+StrengthText = Annotated[str, AfterValidator(numeral)]
+
+
 @dataclass(frozen=True)
 class StrengthLosses:
     """Evaluation losses of one checkpoint.
@@ -51,7 +67,7 @@ class StrengthLosses:
     """
 
     step: int
-    losses: Mapping[str, float]
+    losses: Mapping[StrengthText, float]
 
 
 @dataclass(frozen=True)
@@ -93,7 +109,7 @@ class Sheet:
         stored = read_stored(folder / LOSSES, StrengthLosses)
         if stored is None:
             # Earlier versions did not write whose losses they are: of the best checkpoint.
-            losses = read_stored(folder / LOSSES, dict[str, float])
+            losses = read_stored(folder / LOSSES, dict[StrengthText, float])
             if losses and sheet.best:
                 stored = StrengthLosses(sheet.best, losses)
         return cls(title, folder, sheet.cells, metrics, stored)

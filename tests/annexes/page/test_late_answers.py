@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from simpletuner.annexes.page.control import run_id
+from simpletuner.annexes.page.runs.control import run_id
 from tests.annexes.page.page import go, opened
 from tests.annexes.page.run_folder import RunFolder
 

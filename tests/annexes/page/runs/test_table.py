@@ -212,6 +212,27 @@ def test_only_the_best_checkpoint_at_its_best_strength_is_marked(
     assert "the lowest held-out loss" in shown
 
 
+@pytest.mark.parametrize(
+    "losses",
+    [
+        {"step": 100, "losses": {"strong": 0.4}},
+        {"step": 100, "strong": 0.4},
+        {"nan": 0.4},
+        [0.4],
+    ],
+)
+def test_damaged_losses_of_strengths_hide_no_cell(
+    page: TestClient, folder: Path, losses: object
+) -> None:
+    measured(folder, {100: 0.45, 200: 0.5, 300: 0.6})
+    compared(folder)
+    (folder / "sweep/losses.json").write_text(json.dumps(losses))
+
+    shown = results(page, folder)
+
+    assert shown.count("data-use") > 4
+
+
 def test_comparison_of_an_earlier_version_has_its_strengths(page: TestClient, folder: Path) -> None:
     cells = compared(folder, steps=(100, 200))
     records = [
