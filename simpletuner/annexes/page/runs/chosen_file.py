@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, Response, StreamingResponse
@@ -211,6 +211,13 @@ def send_file(request: Request) -> Response:
     raise Refusal(404, f"form: {form[:40]!r} is neither comfyui nor diffusers.")
 
 
+def as_attachment(name: str) -> str:
+    """The header that saves an answer under a name; a header itself holds only ASCII letters."""
+    if name.isascii():
+        return f'attachment; filename="{name}"'
+    return f"attachment; filename*=utf-8''{quote(name)}"
+
+
 def _send(choice: Choice, form: LoraForm, strength: float) -> Response:
     """A file in a form, with a strength in it, made while it is sent."""
     obstacle = why_not(choice.path, form, strength)
@@ -218,7 +225,7 @@ def _send(choice: Choice, form: LoraForm, strength: float) -> Response:
         raise Refusal(404, obstacle)
     file = rewritten(choice.path, form, strength)
     headers = {
-        "content-disposition": f'attachment; filename="{choice.file_name(form, strength)}"',
+        "content-disposition": as_attachment(choice.file_name(form, strength)),
         "content-length": str(file.size),
         "accept-ranges": "none",
     }

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from html import unescape
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 from safetensors.numpy import save
@@ -314,6 +314,19 @@ def test_page_and_terminal_write_the_same_file(
     assert made.path.name in answer.headers["content-disposition"]
     assert "--" not in made.path.name
     assert made.path.name in shown.replace("<wbr>", "")
+
+
+@pytest.mark.parametrize("name", ["été", "猫", "बिल्ली", "עברית", "a b"])
+def test_run_of_any_name_gives_a_file_of_its_name(
+    page: TestClient, folder: Path, name: str
+) -> None:
+    renamed = folder.rename(folder.with_name(name))
+
+    answer = page.get(f"/download/{run_id(renamed)}?form=comfyui&strength=0.5")
+
+    assert answer.status_code == 200
+    saved_as = re.sub(r"[^\w.-]+", "-", name)
+    assert f"{saved_as}-step300" in unquote(answer.headers["content-disposition"])
 
 
 def test_panel_shows_the_command_and_the_program_with_the_strength(
