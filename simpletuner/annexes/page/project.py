@@ -18,7 +18,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from simpletuner.annexes.report.html import POLICY
+from simpletuner.annexes.report.html import POLICY, encodable
 from simpletuner.config.datasets import PATH_KEYS, DatasetConfig
 from simpletuner.config.json_reader import json_kind, parse_json
 from simpletuner.config.load import Layer, canonical
@@ -68,7 +68,7 @@ def problems_json(problems: Iterable[Problem]) -> list[dict[str, Any]]:
     """Problems as JSON for the page, without duplicates and secrets."""
     # An unnamed source of settings leaves an empty note.
     return [
-        {**problem.to_json(), "message": redact(problem.message.removesuffix(" ()"))}
+        {**problem.to_json(), "message": encodable(redact(problem.message.removesuffix(" ()")))}
         for problem in dict.fromkeys(problems)
     ]
 

@@ -48,7 +48,12 @@ def render(template: str, **values: object) -> str:
         values: values for the template, including `scripts` and `refresh` of the page.
     """
     page = _environment().get_template(template)
-    return page.render(values, policy=POLICY, now=datetime.now().astimezone())
+    return encodable(page.render(values, policy=POLICY, now=datetime.now().astimezone()))
+
+
+def encodable(text: str) -> str:
+    """A text with `?` for what UTF-8 cannot encode: bytes of file names that are not UTF-8."""
+    return text.encode(errors="replace").decode()
 
 
 def gallery(

@@ -144,10 +144,10 @@ def stage_left(history: RunHistory, turn: StageTurn, clock: float) -> float | No
     progress = history.stages[turn.key]["progress"] or {}
     eta = progress.get("eta_seconds")
     if eta is not None:
-        return max(0.0, eta - (clock - history.at))
+        return max(0.0, eta - elapsed(history.at, clock))
     # Nothing of this turn is measured yet, so the last one counts.
     earlier = [each.seconds for each in history.turns if is_alike(each, turn) and each.seconds]
-    return max(0.0, earlier[-1] - (clock - turn.began)) if earlier else None
+    return max(0.0, earlier[-1] - elapsed(turn.began, clock)) if earlier else None
 
 
 def is_alike(one: StageTurn, other: StageTurn) -> bool:
@@ -160,11 +160,16 @@ def time_left(history: RunHistory, progress: Mapping[str, Any], clock: float) ->
 
     The last step estimated them, with the previews, evaluations and saves after it.
     """
-    left = max(0.0, progress["eta_seconds"] - (clock - history.step_at))
+    left = max(0.0, progress["eta_seconds"] - elapsed(history.step_at, clock))
     turn = running_turn(history)
     if turn is None:
         return left
     return max(left, stage_left(history, turn, clock) or 0.0)
+
+
+def elapsed(moment: float, clock: float) -> float:
+    """Seconds from a moment of a run until now; 0 if the run's clock is ahead of this one."""
+    return max(0.0, clock - moment)
 
 
 def left_text(seconds: float) -> str:
@@ -176,7 +181,7 @@ def left_text(seconds: float) -> str:
 
 def elapsed_text(since: float, clock: float) -> str:
     """`, for 12 s`; empty for a stage that has just begun."""
-    seconds = clock - since if since else 0.0
+    seconds = elapsed(since, clock) if since else 0.0
     return f", for {about_text(seconds)}" if seconds >= PATIENCE else ""
 
 

@@ -6,6 +6,7 @@ Only an archived run can be deleted, and of its folder only what simpletuner wro
 from __future__ import annotations
 
 import errno
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from simpletuner.annexes.page.runs.contents import ARCHIVED_FILE, Contents
-from simpletuner.atomic import unused_path, write_json, writing_to
+from simpletuner.atomic import unused_path, write_atomically, writing_to
 from simpletuner.config.json_reader import read_json
 from simpletuner.errors import Problems, UserError, counted, shorten
 from simpletuner.planning.lock import LOCK_FILE, in_use, is_at, read_owner, take
@@ -46,7 +47,8 @@ def archive(folder: Path) -> Path:
     note = folder / ARCHIVED_FILE
     target = unused_path(folder.parent / ARCHIVE / folder.name)
     with held(folder, target):
-        write_json(note, {"name": folder.name, "time": round(time.time())})
+        # In ASCII, which can write a name of bytes that are not UTF-8.
+        write_atomically(note, json.dumps({"name": folder.name, "time": round(time.time())}))
         try:
             _move(folder, target)
         except BaseException:

@@ -159,6 +159,8 @@ def estimate(run: Run, prompts: Sequence[str], strengths: str, checkpoints: str)
     if unknown:
         return f"There is no checkpoint of step {unknown[0]:,}."
     wanted = wanted_cells(run, prompts, numbers or {1.0}, steps or {*saved.steps}, saved)
+    if not wanted:
+        return "The run has rendered no previews: its prompts, and so the number, are not known."
     made = rendered_cells(run)
     missing = len(wanted - made)
     if not missing:

@@ -347,6 +347,8 @@ def cancel(run: Run) -> None:
         Refusal: 400 if the run is not active on this machine.
     """
     pid = run.pid
+    if pid is None and run.host:
+        raise Refusal(400, f"The run is on {run.host} and can be cancelled only there.")
     if pid is None:
         raise Refusal(400, NOTHING_RUNS)
     # A process that was stopped from outside receives the signal only once it goes on.

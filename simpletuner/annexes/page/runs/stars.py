@@ -53,8 +53,14 @@ def set_star(folder: Path, star: Star, *, starred: bool) -> list[Star]:
     """Give or take a star, and return all.
 
     The file is read again under a lock, so that another tab's stars are kept.
+
+    Raises:
+        UserError: the folder is gone, the file is damaged, or it has too many stars.
     """
     path = folder / STARS_FILE
+    if not folder.is_dir():
+        # Writing would make it again, with nothing but the star.
+        raise UserError(f"{folder} was deleted or moved, so its renders cannot be starred.")
     with locked_for_change(path):
         before = read_stars(folder)
         stars = [other for other in before if other != star]

@@ -297,6 +297,20 @@ def test_a_process_that_has_just_taken_the_folder_keeps_it(page: Page, output: P
     assert not (output / LOCK_FILE).exists()
 
 
+def test_a_folder_whose_name_is_not_utf_8_is_shown_archived_and_comes_back(
+    page: Page, output: Path
+) -> None:
+    named = output.rename(output.with_name(os.fsdecode(b"caf\xe9")))
+
+    panel = page.client.get(f"/runs/{run_id(named)}/use")
+    archived = page.client.post("/api/runs/archive", json={"run": run_id(named)})
+    moved = archived.json()["run"]
+    back = page.client.post("/api/runs/bring-back", json={"run": moved})
+
+    assert panel.status_code == archived.status_code == back.status_code == 200
+    assert named.is_dir()
+
+
 def test_two_runs_of_one_name_are_archived_apart_and_come_back(page: Page, output: Path) -> None:
     first = page.archive(output)
     DONE.write(page.folder / "output")

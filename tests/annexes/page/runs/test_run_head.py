@@ -310,3 +310,15 @@ def test_folders_of_the_project_are_shown_without_its_path(
 
     assert f"output/{folder.name}" in head
     assert str(tmp_path) not in head
+
+
+def test_clock_that_is_ahead_adds_no_time(page: TestClient, tmp_path: Path) -> None:
+    folder = RunFolder(False, "checkpoint", False, "running").write(tmp_path)
+    log = folder / EVENTS_FILE
+    ahead = f"{datetime.now().year + 5}-"
+    log.write_text(re.sub(r'("timestamp": ")\d{4}-', rf"\g<1>{ahead}", log.read_text()))
+
+    sentence = SENTENCE.search(part(page, folder, "head"))
+
+    assert sentence is not None
+    assert "s left" in sentence[1]

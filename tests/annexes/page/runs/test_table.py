@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -419,6 +420,18 @@ def test_two_tabs_that_star_keep_each_others_stars(page: TestClient, folder: Pat
     assert sorted(each["step"] for each in stars) == list(range(1, 41))
 
 
+def test_star_does_not_bring_back_a_deleted_folder(page: TestClient, folder: Path) -> None:
+    results(page, folder)
+    shutil.rmtree(folder)
+    star = {"run": run_id(folder), "step": 300, "strength": 1, "prompt": "a", "starred": True}
+
+    answer = page.post("/api/training/star", json=star)
+
+    assert answer.status_code == 422
+    assert "was deleted or moved" in answer.text
+    assert not folder.exists()
+
+
 def test_star_of_a_deleted_checkpoint_stays_and_says_so(page: TestClient, folder: Path) -> None:
     compared(folder, steps=(0, 50, 100, 200, 300))
     star(page, folder, step=50)
@@ -534,3 +547,14 @@ def test_estimate_names_what_is_wrong(page: TestClient, folder: Path) -> None:
     assert estimate(page, folder, checkpoints="300") == "There is no checkpoint of step 300."
     assert "are numbers" in estimate(page, folder, strengths="much")
     assert "not measured how long" in estimate(page, folder)
+
+
+def test_nothing_is_rendered_already_of_a_run_without_previews(
+    page: TestClient, folder: Path
+) -> None:
+    (folder / MEDIA_FILE).unlink(missing_ok=True)
+    run = run_id(folder)
+
+    answer = page.post("/api/training/estimate", json={"run": run, "strengths": "1"})
+
+    assert answer.json()["estimate"].startswith("The run has rendered no previews")
