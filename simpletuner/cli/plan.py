@@ -16,6 +16,7 @@ from simpletuner.annexes.fitting.plan_text import detail_lines
 from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.annexes.fitting.show import show_summary, show_warnings
 from simpletuner.annexes.fitting.show_cards import table_json, table_lines
+from simpletuner.budget.budget import Budget
 from simpletuner.cli.problems import print_problems
 from simpletuner.cli.process import without_gc
 from simpletuner.cli.settings import (
@@ -27,7 +28,8 @@ from simpletuner.cli.settings import (
 )
 from simpletuner.cli.settings_command import PASS_THROUGH, SettingsCommand
 from simpletuner.config.sources import Arguments, lacks_configuration
-from simpletuner.errors import ConfigError
+from simpletuner.errors import ConfigError, Problems
+from simpletuner.planning.plans import Plan
 from simpletuner.reporting.screen import layout_of
 from simpletuner.run.companions import read_ledger
 
@@ -128,28 +130,37 @@ def print_plan(
             # Programs read stdout; the raised error is printed on stderr.
             print(plan_json(None, error.problems))
         raise
-    plan = budget.plan
+    problems = arguments.problems
     if as_json:
-        print(plan_json(budget, [*plan.warnings, *arguments.problems]))
-        if arguments.problems.are_fatal:
-            print_problems(arguments.problems, sys.stderr)
-            raise ConfigError(arguments.problems, is_printed=True)
-        return
-    show_summary(budget, sys.stdout)
-    if arguments.problems.are_fatal:
-        print(flush=True)  # the order of both streams on a terminal
-        print_problems(arguments.problems, sys.stderr)
-        sys.stderr.flush()
+        print(plan_json(budget, [*budget.plan.warnings, *problems]))
+        if problems.are_fatal:
+            print_problems(problems, sys.stderr)
     else:
+        show_summary(budget, sys.stdout)
+        _print_problems_of(budget.plan, problems)
+        _print_details(budget, verbose=verbose, hidden=hidden)
+    if problems.are_fatal:  # the numbers above show why a run does not fit
+        raise ConfigError(problems, is_printed=True)
+
+
+def _print_problems_of(plan: Plan, problems: Problems) -> None:
+    """Print what prevents a run; if nothing does, its warnings."""
+    if not problems.are_fatal:
         show_warnings(plan.warnings, sys.stdout)
+        return
+    print(flush=True)  # the order of both streams on a terminal
+    print_problems(problems, sys.stderr)
+    sys.stderr.flush()
+
+
+def _print_details(budget: Budget[Plan], *, verbose: bool, hidden: Set[str]) -> None:
+    """Print the plan in the width of the terminal, and what an earlier session left to do."""
     print()
-    layout = layout_of(sys.stdout)
-    for line in detail_lines(budget, layout, verbose=verbose, hidden=hidden):
+    for line in detail_lines(budget, layout_of(sys.stdout), verbose=verbose, hidden=hidden):
         print(line)
+    plan = budget.plan
     ledger = read_ledger(plan.output_dir) if plan.is_finished else None
     if ledger:
         print(
             f"\nAn earlier session has not finished: {ledger}. `simpletuner train` does this first."
         )
-    if arguments.problems.are_fatal:  # the numbers above show why a run does not fit
-        raise ConfigError(arguments.problems, is_printed=True)

@@ -160,7 +160,7 @@ def preview_changes(folder: Path, records: Sequence[MediaRecord]) -> list[float]
     changes: list[float] = []
     for row, before in untrained.items():
         after = newest.get(row)
-        if after is None or after.seed != before.seed or after.prompt != before.prompt:
+        if after is None or (after.prompt, after.seed) != (before.prompt, before.seed):
             continue
         try:
             changes.append(difference(folder / before.path, folder / after.path))

@@ -229,12 +229,12 @@ def train_longer(facts: Facts) -> NextStep | None:
     curve = facts.curve
     if facts.state != "finished" or curve is None or curve.trend != "falling":
         return None
-    before = curve.points[curve.third]
-    last = curve.points[-1]
+    began, before = curve.points[curve.third]
+    end, last = curve.points[-1]
     steps = half_as_long_again(facts, curve)
     sentence = (
         f"Continue to step {steps:,}: the loss on held-out files was still falling at the end, "
-        f"from {before[1]:.4g} at step {before[0]:,} to {last[1]:.4g} at step {last[0]:,}."
+        f"from {before:.4g} at step {began:,} to {last:.4g} at step {end:,}."
     )
     return NextStep("continue", sentence, None, {"max_train_steps": steps})
 
@@ -267,35 +267,44 @@ def learn_more(facts: Facts) -> NextStep | None:
     return NextStep("change", sentence, None, {"learning_rate": higher})
 
 
-def improve_files(facts: Facts) -> NextStep | None:
-    """Small files, files that occur twice, and very few files."""
+def leave_out_small(facts: Facts) -> NextStep | None:
+    """Many files are smaller than they are trained."""
     files = facts.files
-    if facts.state == "failed":
+    is_usual = files.enlarged <= MANY * files.measured
+    if facts.state == "failed" or not files.measured or is_usual:
         return None
-    if files.measured and files.enlarged > MANY * files.measured:
-        sentence = (
-            f"Leave out small files or lower the resolution: {files.enlarged:,} of "
-            f"{files.measured:,} files are enlarged, and the model learns their blur."
-        )
-        keys = "minimum_image_size or resolution in the dataset file"
-        return NextStep("files", sentence, keys=keys)
-    if files.twins:
-        sentence = (
-            f"Leave out one of {files.twins}: they seem to be the same, which is then trained "
-            "twice as often."
-        )
-        return NextStep("files", sentence, keys="exclude_files in the dataset file")
-    if facts.state == "finished" and files.trained is not None and files.trained < FEW_FILES:
-        noun = files.noun
-        if files.trained == 1:
-            noun = noun.removesuffix("s")
-        verb = "was" if files.trained == 1 else "were"
-        sentence = (
-            f"Add {files.noun} and train again: only {files.trained} {noun} {verb} trained, which "
-            "the model learns by heart."
-        )
-        return NextStep("files", sentence)
-    return None
+    sentence = (
+        f"Leave out small files or lower the resolution: {files.enlarged:,} of "
+        f"{files.measured:,} files are enlarged, and the model learns their blur."
+    )
+    keys = "minimum_image_size or resolution in the dataset file"
+    return NextStep("files", sentence, keys=keys)
+
+
+def leave_out_twins(facts: Facts) -> NextStep | None:
+    """Some files seem to be the same in two formats."""
+    twins = facts.files.twins
+    if facts.state == "failed" or not twins:
+        return None
+    sentence = (
+        f"Leave out one of {twins}: they seem to be the same, which is then trained twice as often."
+    )
+    return NextStep("files", sentence, keys="exclude_files in the dataset file")
+
+
+def add_files(facts: Facts) -> NextStep | None:
+    """Very few files were trained."""
+    files = facts.files
+    if facts.state != "finished" or files.trained is None or files.trained >= FEW_FILES:
+        return None
+    trained = f"{files.trained} {files.noun} were"
+    if files.trained == 1:
+        trained = f"1 {files.noun.removesuffix('s')} was"
+    sentence = (
+        f"Add {files.noun} and train again: only {trained} trained, which the model learns by "
+        "heart."
+    )
+    return NextStep("files", sentence)
 
 
 def take_result(facts: Facts) -> NextStep | None:
@@ -353,6 +362,8 @@ RULES: Sequence[Callable[[Facts], NextStep | None]] = (
     go_on,
     train_longer,
     learn_more,
-    improve_files,
+    leave_out_small,
+    leave_out_twins,
+    add_files,
     take_result,
 )

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
-from simpletuner.annexes.fitting.excess import check_excess
 from simpletuner.annexes.fitting.fit import (
     STATE_ON_HOST,
     Change,
@@ -17,6 +16,7 @@ from simpletuner.annexes.fitting.fit import (
     choose,
 )
 from simpletuner.annexes.fitting.show import MISSING_GPU
+from simpletuner.annexes.fitting.wasted_time import warn_of_waste
 from simpletuner.atomic import nearest_existing, why_not_writable
 from simpletuner.budget import device as devices
 from simpletuner.budget import drivers
@@ -112,10 +112,10 @@ def weigh_plan(arguments: Arguments) -> Budget:
         raise ConfigError(problems) from None
     slow = Problems()
     check_gpu(budget, slow)
-    excess = Problems()
-    check_excess(budget, excess)
-    arguments.problems.extend([*slow, *excess])
-    return with_warnings(budget, [*slow, *budget.plan.warnings, *excess])
+    wasteful = Problems()
+    warn_of_waste(budget, wasteful)
+    arguments.problems.extend([*slow, *wasteful])
+    return with_warnings(budget, [*slow, *budget.plan.warnings, *wasteful])
 
 
 def with_warnings(budget: Budget[AnyPlan], warnings: list[Problem]) -> Budget[AnyPlan]:

@@ -61,9 +61,7 @@ def draw_sheet(sheet: Sheet) -> Image.Image:
     left: dict[int, int] = {}  # of a column, by step
     for column, step in enumerate(steps):
         left[step] = MARGIN + column * (CELL + MARGIN)
-        mark = ", lowest held-out loss" if step == sheet.best else ""
-        title = f"step {step:,}{mark}" if step else "untrained"
-        draw.text((left[step], MARGIN // 2), title, "black", font)
+        draw.text((left[step], MARGIN // 2), _heading(sheet, step), "black", font)
 
     y = LINE
     for (prompt, strength), label in labels.items():
@@ -77,6 +75,14 @@ def draw_sheet(sheet: Sheet) -> Image.Image:
                 picture.paste(shown, (left[cell.step], y - MARGIN // 2))
         y += cell_height
     return picture
+
+
+def _heading(sheet: Sheet, step: int) -> str:
+    """What stands above a column."""
+    if step == 0:
+        return "untrained"
+    mark = ", lowest held-out loss" if step == sheet.best else ""
+    return f"step {step:,}{mark}"
 
 
 def _rows(cells: list[SheetCell]) -> list[SheetCell]:

@@ -65,6 +65,16 @@ def ask_run(
     run = answers.run(answers.model)
     _check_settings(run)
     _check_existing(run)
+    _warn_of_files(run, media, dialogue)
+    return run
+
+
+def _warn_of_files(run: NewRun, media: MediaFolder, dialogue: Dialogue) -> None:
+    """Warn of files that are left out, that do not fit, or whose captions lack the trigger.
+
+    Args:
+        media: all files of the folder.
+    """
     missing = len(media.files.files) - len(run.media.files.files)
     if missing:
         verb = "has" if missing == 1 else "have"
@@ -73,7 +83,6 @@ def ask_run(
         dialogue.warn(note)
     if run.captioned_as:
         warn_of_captions_without(run.captioned_as, media, dialogue)
-    return run
 
 
 def warn_of_captions_without(words: str, media: MediaFolder, dialogue: Dialogue) -> None:

@@ -47,7 +47,7 @@ def post_bring_back(request: Request, body: dict[str, Any]) -> Response:
     """Move an archived run to where it was: `{"run": ID}`; the answer is as of `post_archive`."""
     runs, run = _asked(request, body)
     with runs.starting_nothing():
-        _check_archived(run)
+        _check_archived(run, "brought back")
         _check_unused(_queue_of(request), run)
         runs.project.inside(archive.home_of(run.folder))
         return JSONResponse(_moved(runs, run, archive.bring_back(run.folder)))
@@ -61,7 +61,7 @@ def post_delete(request: Request, body: dict[str, Any]) -> Response:
     runs, run = _asked(request, body)
     confirmed = str(body.get("confirmed") or "")
     with runs.starting_nothing():
-        _check_archived(run)
+        _check_archived(run, "deleted")
         _check_unused(_queue_of(request), run)
         try:
             contents = archive.delete(run.folder, confirmed)
@@ -74,7 +74,7 @@ def post_delete(request: Request, body: dict[str, Any]) -> Response:
 def show_contents(request: Request) -> Response:
     """What deleting an archived run would lose, as HTML."""
     run = chosen(request)
-    _check_archived(run)
+    _check_archived(run, "deleted")
 
     def draw() -> str:
         contents = Contents.of(run.folder)
@@ -145,10 +145,17 @@ def _moved(runs: Runs, run: Run, folder: Path) -> dict[str, Any]:
     }
 
 
-def _check_archived(run: Run) -> None:
-    """Raises a `Refusal`: 409 if a run is not archived."""
+def _check_archived(run: Run, what: str) -> None:
+    """Check that a run is archived.
+
+    Args:
+        what: is asked for: `deleted` or `brought back`.
+
+    Raises:
+        Refusal: 409 if it is not.
+    """
     if not archive.is_archived(run.folder):
-        raise Refusal(409, f"{run.name} is not archived. Only archived runs can be deleted.")
+        raise Refusal(409, f"{run.name} is not archived. Only archived runs can be {what}.")
 
 
 def _check_unused(queue: Queue, run: Run) -> None:
@@ -174,7 +181,11 @@ def _check_unused(queue: Queue, run: Run) -> None:
 
 
 def _check_alone(runs: Runs, run: Run) -> None:
-    """Raises a `Refusal`: 409 if a folder holds other runs, configs or the project."""
+    """Check that a run's folder holds nothing else that would be moved with it.
+
+    Raises:
+        Refusal: 409 if it holds other runs, configs or the project, or is the archive.
+    """
     project = runs.project
     if project.folder.is_relative_to(run.folder):
         raise Refusal(409, f"{run.folder} is the folder of the project, so it stays.")

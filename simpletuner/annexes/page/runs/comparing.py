@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -62,17 +62,16 @@ def comparison_under_way(run: Run, request: Request, table: CheckpointTable) -> 
         return UnderWay(job.id, waits=True)
     owner = worker_in(run.folder / SWEEP_FOLDER)
     if job is not None and owner is None and has_begun(run, job):
-        owner = job.owner  # which ends
+        owner = job.owner  # its worker has let go of the folder, and its process is about to end
     name = job.id if job else ""
     if owner is None:
         return UnderWay(name, waits=False) if job else None
-    is_done = {cell.record.path: bool(cell.source) for cell in table.cells}
-    done = [path for path in is_done if is_done[path]]
+    listed = {cell.record.path for cell in table.cells}
+    done = {cell.record.path for cell in table.cells if cell.source}
+    missing = len(listed) - len(done)
     seconds = seconds_since(run, done, owner.since)
-    left = ""
-    if seconds and len(is_done) > len(done):
-        left = duration_text((len(is_done) - len(done)) * seconds)
-    return UnderWay(name, False, len(done), len(is_done), left)
+    left = duration_text(missing * seconds) if seconds and missing else ""
+    return UnderWay(name, waits=False, done=len(done), total=len(listed), left=left)
 
 
 def has_begun(run: Run, job: Job) -> bool:
@@ -93,7 +92,7 @@ def job_of(run: Run, request: Request) -> Job | None:
     return None
 
 
-def seconds_since(run: Run, paths: Sequence[str], since: float) -> float:
+def seconds_since(run: Run, paths: Set[str], since: float) -> float:
     """Seconds that a render took since a time; 0 until two are made."""
     times = set()
     for path in paths:

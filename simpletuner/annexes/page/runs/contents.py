@@ -14,6 +14,7 @@ from pathlib import Path
 
 from simpletuner.annexes.page.runs.stars import STARS_FILE
 from simpletuner.annexes.payloads import EVENTS_FILE
+from simpletuner.annexes.report.samples import SAMPLES_FOLDER
 from simpletuner.annexes.report.sheet import CONTENT as SHEET_FILE
 from simpletuner.annexes.report.sheet import SWEEP_FOLDER
 from simpletuner.annexes.runs.console import CONSOLE_FILE
@@ -45,7 +46,6 @@ from simpletuner.reporting.metrics import (
 from simpletuner.weights.lora_names import LORA_FILE
 
 ARCHIVED_FILE = "archived.json"  # in the folder of an archived run: what it was called
-SAMPLES_FOLDER = "samples"
 MEDIA = "|".join(suffix.removeprefix(".") for suffix in (*MIME, *VIDEO_MIME))
 
 # Files at the top of an output folder, or of a branch.
@@ -59,7 +59,6 @@ TOP_FILES = frozenset(
         METRICS_FILE,
         RATES_FILE,
         REPORT_FILE,
-        STARS_FILE,
         STARS_FILE,
         f".{STARS_FILE}.lock",
         STARTED_FILE,
@@ -77,7 +76,6 @@ PATTERNS = (
     r"(ema/)?[a-z_]+_weights\.safetensors",
     r"(ema/)?(config_lora|lycoris_config)\.json",
     r"[^/]+-(comfyui|diffusers)\.safetensors",
-    r"\.stars\.json\.lock",
     r"(pipeline|transformer|transformer_ema)/([\w-]+/)?[\w.-]+\.(json|safetensors|jinja|model|txt)",
     # Checkpoints without a manifest, which were not completed.
     r"checkpoint-[\w-]+/(ema/)?[a-z_]+_weights\.safetensors",

@@ -158,9 +158,10 @@ def overlaid(curves: Mapping[str, Sequence[Chart]]) -> tuple[list[Chart], dict[s
 
 def curves_of(run: Run) -> Sequence[Chart]:
     """The charts of a run; the names of their lines are what follows the name of the run."""
-    status = (run.folder / METRICS_FILE).stat() if (run.folder / METRICS_FILE).is_file() else None
-    if status is None:
+    record = run.folder / METRICS_FILE
+    if not record.is_file():
         return ()
+    status = record.stat()
     return _curves_at(run.folder, status.st_size, status.st_mtime_ns)
 
 
@@ -260,7 +261,7 @@ def _as_text(settings: Mapping[str, Any], key: str) -> str:
 
 def shared_previews(columns: Sequence[ComparedRun]) -> list[tuple[str, str, list[Shot]]]:
     """The prompts that several runs render: short name, prompt, and the last preview of each."""
-    last: dict[str, dict[str, MediaRecord]] = {}
+    last: dict[str, dict[str, MediaRecord]] = {}  # by prompt, then by the name of the run
     for column in columns:
         for record in read_media(column.run.folder / MEDIA_FILE):
             if not record.ema and (column.run.folder / record.path).is_file():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -92,14 +91,16 @@ _listing = threading.Lock()  # several browsers ask at once
 
 def times_of(folder: Path) -> FileTimes:
     """Times and sizes of the files from which a row is made."""
-    times = []
-    for name in WATCHED:
-        with suppress(OSError):
-            status = (folder / name).stat()
-            times.append((status.st_mtime_ns, status.st_size))
-            continue
-        times.append((0, 0))
-    return tuple(times)
+    return tuple(_time_and_size(folder / name) for name in WATCHED)
+
+
+def _time_and_size(path: Path) -> tuple[int, int]:
+    """When a file or folder was changed, and its size; zeros if it does not exist."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_mtime_ns, status.st_size
 
 
 def get_list(request: Request) -> Response:

@@ -15,7 +15,7 @@ MANY_ROUNDS = 10
 LARGE_SHARE = 0.5  # of a run's time, for previews
 
 
-def check_excess(budget: Budget[Plan], report: Problems) -> None:
+def warn_of_waste(budget: Budget[Plan], report: Problems) -> None:
     """Warn of a run that repeats its data, saves or renders previews far too often."""
     plan = budget.plan
     if plan.is_finished:
