@@ -9,6 +9,8 @@ const pane = document.querySelector(".run-view");
 const problems = pane.querySelector(".run-problems");
 const absence = pane.querySelector(".absence");
 const place = (part) => pane.querySelector(`[data-part="${part}"]`);
+// every: seconds after which a part is fetched even without news. While the page is open, a part also gets wanted (there
+// is news), busy, at (when it came), pause (milliseconds until news may fetch it again) and query (what is shown of it).
 export const parts = {
   list: { every: 10 }, queue: { every: 5 }, head: { every: 5 }, advice: { every: 60 }, planned: { every: 600 }, results: { every: 60 }, previews: { every: 60 },
   curves: { every: 60 }, log: { every: 60 },
@@ -201,16 +203,16 @@ async function refresh(name) {
   else want("list"); // this one may lack a run that was started since
 }
 
-const linkOf = (config) => (config ? place("list").querySelector(`a[data-config="${CSS.escape(config)}"]`) : null);
-const linkTo = (id) => place("list").querySelector(`a[data-run="${CSS.escape(id ?? "")}"]`);
+const linkOfConfig = (config) => (config ? place("list").querySelector(`a[data-config="${CSS.escape(config)}"]`) : null);
+const linkOfRun = (id) => place("list").querySelector(`a[data-run="${CSS.escape(id ?? "")}"]`);
 
 function chooseFirst() {
   const links = [...place("list").querySelectorAll("a[data-run]")];
-  const followed = follows && linkOf(opened);
+  const followed = follows && linkOfConfig(opened);
   if (followed) choose(followed.dataset.run);
   else if (!links.some((link) => link.dataset.run === run)) {
     const lost = run && (place("head").querySelector("h1")?.textContent ?? run);
-    const first = linkOf(opened) ?? links.find((link) => "active" in link.dataset) ?? links[0];
+    const first = linkOfConfig(opened) ?? links.find((link) => "active" in link.dataset) ?? links[0];
     run = null;
     if (first) choose(first.dataset.run);
     else place("head").replaceChildren(element("h1", { textContent: "No runs yet" }));
@@ -235,7 +237,7 @@ export function choose(id) {
   problems.hidden = true;
   for (const link of place("list").querySelectorAll("a[data-run]")) link.setAttribute("aria-current", String(link.dataset.run === id));
   listen();
-  followRun(linkTo(id)?.dataset.config);
+  followRun(linkOfRun(id)?.dataset.config);
 }
 
 export function want(...names) {
@@ -333,8 +335,8 @@ pane.addEventListener("submit", (event) => {
 // Shows the run of the opened or saved config; at first, the run in the URL or the first of the list.
 document.addEventListener("config", (event) => {
   opened = event.detail;
-  follows = linkTo(run)?.dataset.config !== opened;
-  const known = follows && linkOf(opened);
+  follows = linkOfRun(run)?.dataset.config !== opened;
+  const known = follows && linkOfConfig(opened);
   if (known) choose(known.dataset.run);
   else want("list");
 });
