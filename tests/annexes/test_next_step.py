@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from simpletuner.annexes.advice.curve import LossCurve, Trend
-from simpletuner.annexes.advice.facts import preview_changes, read_files
+from simpletuner.annexes.advice.facts import difference, preview_changes, read_files
 from simpletuner.annexes.fitting.ready import plan_that_fits
 from simpletuner.annexes.fitting.show import start_lines
 from simpletuner.annexes.runs.next_step import next_step_of
@@ -41,6 +42,15 @@ TWINS = (
 
 def falling_loss(step: int) -> float:
     return 0.8 / (1 + step / 100) + 0.01 * (step % 5)
+
+
+def scattered_loss(step: int) -> float:
+    """A loss that falls by a tenth in the last quarter, far less than it scatters."""
+    return 1.0 + 0.9 * (-1) ** step - 0.1 * (step > 300)
+
+
+def loss_with_an_outlier(step: int) -> float:
+    return 5.0 if step == 95 else 0.1
 
 
 def growing_loss(step: int) -> float:
@@ -97,6 +107,12 @@ def sentence_of(record: MadeRecord, folder: Path) -> str:
             id="done, and the rest was learned by heart",
         ),
         pytest.param(
+            MadeRecord(held_out=LEVEL, loss=scattered_loss),
+            "Use the result: the loss on held-out files is level since step 200 (1.26), and no "
+            "checkpoint has a clearly lower one.",
+            id="done, and the training loss scatters more than it falls",
+        ),
+        pytest.param(
             MadeRecord(changes=(0, 0), rate=1e-5),
             "Raise the learning rate from 1e-05 to 0.0001 and train again: the last previews "
             "cannot be told from those of the untrained model.",
@@ -113,6 +129,12 @@ def sentence_of(record: MadeRecord, folder: Path) -> str:
             "Continue to step 800: the last previews cannot be told from those of the untrained "
             "model.",
             id="nothing learned, in few steps",
+        ),
+        pytest.param(
+            MadeRecord(changes=(0, 0), pictures=5, rate=1.0),
+            "Continue to step 800: the last previews cannot be told from those of the untrained "
+            "model.",
+            id="nothing learned, and the optimizer chooses the rate",
         ),
         pytest.param(
             MadeRecord(changes=(0,), rate=0.0),
@@ -143,6 +165,11 @@ def sentence_of(record: MadeRecord, folder: Path) -> str:
             "Continue from step 200: the run ended at step 230 of 400, and the 30 steps in between "
             "are trained again.",
             id="killed",
+        ),
+        pytest.param(
+            MadeRecord(steps=201, checkpoints=(100, 200), end=None),
+            "Continue from step 200: the run ended at step 201 of 400, one step later.",
+            id="killed one step after a checkpoint",
         ),
         pytest.param(
             MadeRecord(steps=230, checkpoints=(100, 230), end="interrupted"),
@@ -195,6 +222,10 @@ def test_the_sentence_says_what_to_do_and_why(
         pytest.param(MadeRecord(held_out={200: 1.3, 400: 1.2}), id="two measurements"),
         pytest.param(
             MadeRecord(held_out={**LEVEL, 400: 1.35}), id="one higher measurement at the end"
+        ),
+        pytest.param(
+            MadeRecord(steps=100, total=100, checkpoints=(100,), loss=loss_with_an_outlier),
+            id="one large training loss",
         ),
         pytest.param(MadeRecord(changes=()), id="no previews"),
         pytest.param(MadeRecord(changes=(0, 9)), id="one prompt of two looks as before"),
@@ -280,6 +311,10 @@ def test_the_end_of_a_command_is_silent_without_a_sentence(
         ([1.64, 1.4, 1.3, 1.25, 1.25, 1.26, 1.28, 1.30], 112, "rising"),
         # The same rise is within what two measurements can show.
         ([1.64, 1.4, 1.3, 1.25, 1.25, 1.26, 1.28, 1.30], 2, "unclear"),
+        # It rises within its own noise.
+        ([1.64, 1.3, 1.0, 1.10, 1.05, 1.16, 1.11, 1.20], 112, "unclear"),
+        # It has jumped once, and falls again.
+        ([1.64, 1.3, 1.0, 1.9, 1.8, 1.7, 1.6], 112, "unclear"),
         ([1.3, 1.3, 1.3, 1.3, 1.3, 1.3], 24, "level"),
         ([1.30, 1.24, 1.31, 1.22, 1.29, 1.23, 1.32, 1.27], 24, "unclear"),
     ],
@@ -292,9 +327,9 @@ def test_a_trend_is_clear_only_beyond_its_noise(
     assert LossCurve(points, passes).trend == trend
 
 
-def test_previews_of_another_seed_or_prompt_are_not_compared(tmp_path: Path) -> None:
-    def record(step: int, name: str, level: int, **changes: object) -> MediaRecord:
-        path = f"{name}-{step}.png"
+def test_only_previews_of_the_same_seed_prompt_and_weights_are_compared(tmp_path: Path) -> None:
+    def record(step: int, name: str, level: int, file: str = "", **changes: object) -> MediaRecord:
+        path = f"{file or name}-{step}.png"
         write_grey(tmp_path / path, level)
         values = {"prompt": "a cat", "seed": 1, **changes}
         return MediaRecord(step, name, path=path, width=16, height=16, **values)
@@ -303,6 +338,7 @@ def test_previews_of_another_seed_or_prompt_are_not_compared(tmp_path: Path) -> 
         record(0, "same", 100),
         record(10, "same", 120),
         record(20, "same", 107),
+        record(20, "same", 150, "same-ema", ema=True),
         record(0, "seed", 100),
         record(20, "seed", 120, seed=2),
         record(0, "prompt", 100),
@@ -313,6 +349,20 @@ def test_previews_of_another_seed_or_prompt_are_not_compared(tmp_path: Path) -> 
     (tmp_path / "gone-20.png").write_text("not a picture")
 
     assert preview_changes(tmp_path, records) == [7.0]
+
+
+def test_a_replaced_preview_is_compared_again(tmp_path: Path) -> None:
+    before = tmp_path / "before.png"
+    after = tmp_path / "after.png"
+    write_grey(before, 100)
+    write_grey(after, 107)
+    first = difference(before, after)
+    write_grey(after, 120)
+    os.utime(after, (1, 1))
+
+    second = difference(before, after)
+
+    assert (first, second) == (7.0, 20.0)
 
 
 def test_what_a_plan_says_of_its_files_is_understood(workspace: Workspace) -> None:

@@ -138,8 +138,8 @@ def test_only_what_was_shown_is_deleted(page: Page, output: Path) -> None:
 def test_a_run_that_is_not_archived_is_not_deleted(page: Page, output: Path) -> None:
     digest = Contents.of(output).digest
 
-    assert "Only archived runs" in page.reason("delete", output, confirmed=digest)
-    assert "Only archived runs" in page.reason("bring-back", output)
+    assert "archived runs can be deleted" in page.reason("delete", output, confirmed=digest)
+    assert "archived runs can be brought back" in page.reason("bring-back", output)
     assert (output / LORA_FILE).is_file()
 
 
@@ -197,6 +197,18 @@ def test_links_are_never_followed(page: Page, output: Path, place: str) -> None:
 
     assert place in reason
     assert (elsewhere / "cat.png").is_file()
+
+
+def test_a_link_in_place_of_a_file_is_a_file_of_the_user(page: Page, output: Path) -> None:
+    elsewhere = page.folder / "console.log"
+    (output / "console.log").rename(elsewhere)
+    (output / "console.log").symlink_to(elsewhere)
+    archived = page.archive(output)
+
+    reason = page.reason("delete", archived, confirmed=Contents.of(archived).digest)
+
+    assert "did not write: console.log." in reason
+    assert (archived / "console.log").is_symlink()
 
 
 def test_a_file_that_appears_during_the_deletion_is_kept(
