@@ -375,7 +375,7 @@ def _check_numbers(
 ) -> None:
     """Report a beta without its pair, keys that the optimizer lacks, and unsuitable schedules."""
     if (config.optimizer_beta1 is None) != (config.optimizer_beta2 is None):
-        report.error("optimizer_beta1", "and optimizer_beta2 must be given together.")
+        report.error("optimizer_beta1", "must be given together with optimizer_beta2.")
     unused: list[str] = []
     if not spec.is_adam:
         unused += ADAM_KEYS

@@ -300,7 +300,7 @@ def locate(selectors: Mapping[str, str], report: Problems) -> Located:
     """
     choosing = [key for key in ("example", "env", "config_path") if key in selectors]
     if len(choosing) > 1:
-        message = f"and {choosing[1]} both choose a configuration; give one of them."
+        message = f"chooses a configuration, and so does {choosing[1]}; give one of them."
         report.error(choosing[0], message)
     if "example" in selectors:
         return located_at(example_file(selectors["example"], report), report)

@@ -209,9 +209,7 @@ def check_length(config: RunConfig, report: Problems) -> None:
             f"is {epochs} and max_train_steps is {steps}; set one to 0 or leave it out.",
         )
     if steps == 0 and epochs == 0:
-        report.error(
-            "num_train_epochs", "and max_train_steps are both 0; there is nothing to train."
-        )
+        report.error("num_train_epochs", "is 0, as max_train_steps is; there is nothing to train.")
 
 
 def check_rates(config: RunConfig, report: Problems) -> None:
@@ -257,7 +255,7 @@ def check_rest(config: RunConfig, report: Problems) -> None:
         )
     evaluation = config.evaluation
     if evaluation.eval_steps_interval is not None and evaluation.eval_epoch_interval is not None:
-        report.warn("eval_epoch_interval", "and eval_steps_interval are both given; both are used.")
+        report.warn("eval_epoch_interval", "is given beside eval_steps_interval; both are used.")
     check_optimizer(config.optimizer, config.precision.mixed_precision, report)
     if config.model.model_type == "lora":  # a full fine-tune has no frozen weight to quantise
         check_quantized_matmul(config.precision, report)

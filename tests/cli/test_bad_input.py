@@ -455,7 +455,7 @@ def test_lora_targets_that_match_nothing_are_reported(
         ),
         ("lr_end=1", "lr_end: 1 is not below learning_rate 0.001"),
         ("adam_beta1=1", "adam_beta1: '1'"),
-        ("optimizer_beta1=0.9", "optimizer_beta1: and optimizer_beta2 must be given together."),
+        ("optimizer_beta1=0.9", "optimizer_beta1: must be given together with optimizer_beta2."),
         ("validation_resolution=1.0", "sizes are pixels, not megapixels"),
         (
             "num_machines=2",

@@ -184,7 +184,7 @@ def test_two_ways_to_choose_a_config_are_an_error() -> None:
     locate({"example": "demo", "env": "mine"}, problems)
 
     assert [str(problem) for problem in problems] == [
-        "example: and env both choose a configuration; give one of them."
+        "example: chooses a configuration, and so does env; give one of them."
     ]
 
 
