@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from PIL import Image
@@ -369,6 +370,19 @@ def evaluation_points(metrics: Columns) -> list[Point]:
     # comparable.
     steps = sorted(set.intersection(*map(set, curves)))
     return [(step, sum(curve[step] for curve in curves) / len(curves)) for step in steps]
+
+
+def course_of_loss(metrics: Columns) -> Iterator[tuple[str, str]]:
+    """The training loss at the beginning and the end, as a name and a text; nothing without steps.
+
+    Means of tenths, since single losses depend on the sampled noise level.
+    """
+    losses = [value for _, value in metrics.points("train_loss")]
+    if losses:
+        tenth = max(1, len(losses) // 10)
+        first = fmean(losses[:tenth])
+        last = fmean(losses[-tenth:])
+        yield "Loss, first to last tenth", f"{first:.3g} → {last:.3g}"
 
 
 def is_number(value: Any) -> bool:

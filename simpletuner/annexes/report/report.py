@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from simpletuner.annexes.advice.facts import LastSession, facts_of_run, read_files
 from simpletuner.annexes.advice.next_step import next_step
-from simpletuner.annexes.figures import Columns, evaluation_points, shares_text
+from simpletuner.annexes.figures import Columns, course_of_loss, evaluation_points, shares_text
 from simpletuner.annexes.publishing.card import published_result
 from simpletuner.annexes.report.environment import describe_environment
 from simpletuner.annexes.report.html import gallery, render, thin, thumbnail
@@ -104,13 +104,7 @@ def facts(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The key figures of a run, as (name, text)."""
     metrics: Columns = data["metrics"]
     yield "Step", f"{data['step']:,} of {data['total_steps']:,}"
-    losses = [value for _, value in metrics.points("train_loss")]
-    if losses:
-        # Means of tenths: single losses depend on the sampled noise level.
-        tenth = max(1, len(losses) // 10)
-        first = sum(losses[:tenth]) / tenth
-        last = sum(losses[-tenth:]) / tenth
-        yield "Loss, first to last tenth", f"{first:.3g} → {last:.3g}"
+    yield from course_of_loss(metrics)
     held_out = evaluation_points(metrics)
     if held_out:
         step, lowest = min(held_out, key=itemgetter(1))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from statistics import fmean
 from typing import Any
 
-from simpletuner.annexes.figures import Columns, Point, evaluation_points, is_number
+from simpletuner.annexes.figures import Columns, course_of_loss, evaluation_points, is_number
 from simpletuner.annexes.fitting.ready import CONSENT
 from simpletuner.annexes.page.runs.control import CONSENT_ON_PAGE
-from simpletuner.annexes.report.html import hours_of, smoothing_span
+from simpletuner.annexes.report.html import hours_of
 from simpletuner.annexes.runs.history import STOPS_LATER, StageTurn
 from simpletuner.annexes.runs.log_files import record_in
 from simpletuner.annexes.runs.run import Run
@@ -120,10 +119,7 @@ def live_figures(progress: Mapping[str, Any], columns: Columns) -> Iterator[tupl
 
 def final_figures(run: Run, columns: Columns) -> Iterator[tuple[str, str]]:
     """Key figures of a run that has ended, as (name, text)."""
-    losses = columns.points("train_loss")
-    if len(losses) > 1:
-        first, last = ends_of(losses)
-        yield "Loss, first to last", f"{first:.4g} → {last:.4g}"
+    yield from course_of_loss(columns)
     measured = evaluation_points(columns)
     if measured:
         step, best = min(measured, key=lambda point: point[1])
@@ -132,14 +128,6 @@ def final_figures(run: Run, columns: Columns) -> Iterator[tuple[str, str]]:
     files = list(files_of(run))
     if files:
         yield "Files", ", ".join(files)
-
-
-def ends_of(points: Sequence[Point]) -> tuple[float, float]:
-    """The beginning and the end of a noisy curve, each a mean over a twentieth of it."""
-    span = min(smoothing_span(len(points)), len(points))
-    first = fmean(value for _, value in points[:span])
-    last = fmean(value for _, value in points[-span:])
-    return first, last
 
 
 def time_in_steps(columns: Columns) -> Iterator[tuple[str, str]]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from html import unescape
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from simpletuner.annexes.page.runs.control import run_id
 from simpletuner.annexes.page.runs.planned import outline
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads
+from simpletuner.annexes.report.report import facts
+from simpletuner.annexes.runs.log_files import record_in
 from simpletuner.annexes.runs.run import Run
 from simpletuner.planning.lock import STARTED_FILE
 from simpletuner.reporting.events import (
@@ -31,6 +34,7 @@ from simpletuner.reporting.events import (
     PhaseStarted,
     StateChanged,
 )
+from simpletuner.reporting.metrics import METRICS_FILE
 from tests.annexes.page.run_folder import RunFolder, every_run, write_checkpoint
 from tests.annexes.page.runs.test_runs import STEPS, own, tell
 
@@ -322,3 +326,18 @@ def test_clock_that_is_ahead_adds_no_time(page: TestClient, tmp_path: Path) -> N
 
     assert sentence is not None
     assert "s left" in sentence[1]
+
+
+def test_the_loss_is_told_in_the_numbers_of_the_report(page: TestClient, tmp_path: Path) -> None:
+    folder = RunFolder(False, "result", False, "done").write(tmp_path)
+    steps = ({"step": step, "train_loss": 2 / step, "seconds": 1} for step in range(4, 60))
+    with (folder / METRICS_FILE).open("a") as record:
+        record.writelines(json.dumps(row) + "\n" for row in steps)
+    columns = record_in(folder).read()[0]
+    of_report = islice(facts({"metrics": columns, "step": 59, "total_steps": 59}), 2)
+
+    head = part(page, folder, "head")
+
+    name = "Loss, first to last tenth"
+    assert name in head
+    assert dict(of_report)[name] in head
