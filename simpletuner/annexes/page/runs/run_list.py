@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class ListedRun:
     """A run in the list.
 
     Attributes:
+        title: its name; its folder, if another run has the same name.
         status: as in `Run.status`.
         words: how far it is or got: `120 of 300`, `at 110, can continue`.
         when: when it last wrote to its folder.
@@ -47,6 +49,7 @@ class ListedRun:
     """
 
     run: Run
+    title: str
     status: str
     state: str
     words: str
@@ -62,7 +65,7 @@ class ListedRun:
     @property
     def sought(self) -> str:
         """The text in which a search looks."""
-        return f"{self.run.name} {self.run.written_by} {self.state} {self.words} {self.when}"
+        return f"{self.title} {self.run.written_by} {self.state} {self.words} {self.when}"
 
 
 class RunCache:
@@ -113,7 +116,7 @@ def listed(runs: Runs) -> str:
 
     def draw() -> str:
         with _listing:
-            rows = [listed_run(run) for run in runs.all()]
+            rows = told_apart([listed_run(run) for run in runs.all()])
             archived = [listed_run(run, is_archived=True) for run in runs.archived()]
         started = [row for row in rows if row.status != "idle"]
         started.sort(key=lambda row: (row.is_active, row.run.seen), reverse=True)
@@ -128,6 +131,14 @@ def listed(runs: Runs) -> str:
     return draw_part("Runs", draw)
 
 
+def told_apart(rows: Sequence[ListedRun]) -> list[ListedRun]:
+    """Rows in which runs of the same name have their folders as titles."""
+    count = Counter(row.title for row in rows)
+    return [
+        replace(row, title=row.run.shown_folder) if count[row.title] > 1 else row for row in rows
+    ]
+
+
 def sorted_by_name(rows: Sequence[ListedRun]) -> list[ListedRun]:
     """Rows by the names of their configs, those of packaged examples last."""
     return sorted(rows, key=lambda row: ("/" in row.run.written_by, row.run.written_by))
@@ -139,6 +150,7 @@ def listed_run(run: Run, *, is_archived: bool = False) -> ListedRun:
     state, words = state_in_words(run.folder, status)
     return ListedRun(
         run=run,
+        title=run.name,
         status=status["status"],
         state=state,
         words=words,

@@ -87,6 +87,18 @@ def test_configs_that_never_ran_are_apart_with_a_link_to_their_form(project: Pat
     assert "done" not in not_started
 
 
+def test_runs_of_one_name_are_told_apart_by_their_folders(project: Path) -> None:
+    for place in ("output", "older"):
+        folder = DONE.write(project / place)
+        folder.rename(folder.with_name("cats"))
+    alone = DONE.write(project / "output")
+
+    shown = listed(Runs(Project(project))).replace("\u200b", "").replace("<wbr>", "")
+
+    titles = re.findall(r"<b>(.*?)</b>", shown)
+    assert sorted(titles) == sorted(["older/cats", "output/cats", alone.name])
+
+
 def test_thumbnail_is_the_last_preview_of_the_main_prompt(project: Path) -> None:
     media = MediaFile(project / "validation_media.jsonl", 9)
     for step, name in ((0, "validation"), (5, "bird"), (5, "validation"), (5, "owl")):
