@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner.annexes.captions import address_captioner
+from simpletuner.annexes.captions import server as protocol
 from simpletuner.annexes.captions.address import read_address
 from simpletuner.errors import UserError
 from tests.tools.caption_server import (
@@ -45,7 +46,7 @@ def folder(tmp_path: Path) -> Workspace:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits for a server are short."""
     monkeypatch.setattr(address_captioner, "SECONDS_TO_DESCRIBE", 0.2)
-    monkeypatch.setattr(address_captioner, "SECONDS_TO_LIST", 0.2)
+    monkeypatch.setattr(protocol, "SECONDS_TO_LIST", 0.2)
     monkeypatch.setattr(address_captioner, "SECONDS_BUSY", 0.0)
 
 

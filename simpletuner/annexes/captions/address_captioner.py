@@ -1,39 +1,31 @@
 """A captioner behind an address: a server that speaks OpenAI's protocol.
 
-    /models: what it offers ─► /chat/completions: pictures and an instruction ─► a text
-
-LM Studio, Ollama, vLLM, llama.cpp and hosted services speak it. Redirects are not followed: they
-could lead the pictures to another machine.
+/models: what it offers ─► /chat/completions: pictures and an instruction ─► a text
 """
 
 from __future__ import annotations
 
 import base64
 import io
-import json
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
 from PIL.Image import Image
 
-from simpletuner.annexes.captions.address import EXAMPLES, KEY_VARIABLE, Address
+from simpletuner.annexes.captions.address import Address
 from simpletuner.annexes.captions.editing import content_of
+from simpletuner.annexes.captions.server import CaptionClient, FileFailureError, ServerReply
 from simpletuner.annexes.captions.wording import LENGTHS, Style
 from simpletuner.annexes.captions.writing import Description, DescriptionRequest, FileRequest
 from simpletuner.errors import UserError, did_you_mean, escape_controls
 
-SECONDS_TO_CONNECT = 10.0
-SECONDS_TO_LIST = 10.0
 # Servers load a model when it is first asked for; a large one from a slow disk takes minutes.
 SECONDS_TO_DESCRIBE = 180.0
-MOST_BYTES = 1 << 20  # of an answer
 MOST_FAILURES = 3  # in a row, after which it is the server, not the files
 MOST_LISTED = 12  # models in a message
-LONGEST_MESSAGE = 200  # of the server
 BUSY = frozenset({429, 503})
 TRIES = 4  # for a busy server
 SECONDS_BUSY = 5.0  # before the next try, if the server does not say
@@ -42,7 +34,7 @@ MOST_SECONDS_BUSY = 60.0
 CHARACTERS_PER_TOKEN = 6
 FRAME_STEP = 2  # every second frame of a clip is sent: small models read few pictures at once
 JPEG_QUALITY = 90
-ONLY = "Description with the description alone, without an introduction."
+ONLY = "Answer with the description alone, without an introduction."
 OF_FRAMES = "These {} pictures are frames of one clip of {:.1f} seconds, in their order."
 # What reasoning models write first.
 THINKING = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
@@ -52,50 +44,6 @@ REFUSAL = re.compile(
     r"|i(['’]m| am) (not able|unable)|i (cannot|can['’]t|can not|won['’]t) )",
     re.IGNORECASE,
 )
-
-
-class FileFailureError(Exception):
-    """A file was not described; others may be."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """An answer of the server to one request."""
-
-    status: int
-    headers: httpx.Headers
-    body: bytes
-
-    @property
-    def is_page(self) -> bool:
-        """Whether it is a web page."""
-        return self.headers.get("content-type", "").lower().startswith("text/html")
-
-    @property
-    def document(self) -> dict[str, Any] | None:
-        """The JSON object of the answer; None if it is something else."""
-        try:
-            document = json.loads(self.body)
-        except ValueError:
-            return None
-        return document if isinstance(document, dict) else None
-
-    @property
-    def message(self) -> str:
-        """The server's explanation of an error, on one line; empty if there is none."""
-        document = self.document or {}
-        error = document.get("error") or document.get("detail") or document.get("message") or ""
-        if isinstance(error, dict):
-            error = error.get("message") or ""
-        text = " ".join(escape_controls(str(error)).split())
-        if len(text) > LONGEST_MESSAGE:
-            text = f"{text[:LONGEST_MESSAGE]} …"
-        return text
-
-    @property
-    def described(self) -> str:
-        """The status with the server's explanation."""
-        return f"HTTP {self.status}: {self.message}" if self.message else f"HTTP {self.status}"
 
 
 class AddressCaptioner:
@@ -116,13 +64,8 @@ class AddressCaptioner:
     batch = 1
 
     def __init__(self, address: Address, asked: str, style: Style, key: str = "") -> None:
-        self.address = address
-        self.client = httpx.Client(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            # A proxy of the environment would carry pictures off this machine.
-            trust_env=not address.is_local,
-            follow_redirects=False,
-        )
+        self.server = CaptionClient(address, key)
+        self.url = address.url
         self.longest = CHARACTERS_PER_TOKEN * LENGTHS[style]
         # Parameters that some servers refuse; they are dropped then.
         self.parameters: dict[str, Any] = {"max_tokens": LENGTHS[style], "temperature": 0}
@@ -144,7 +87,7 @@ class AddressCaptioner:
             self.failures += 1
             if self.failures == MOST_FAILURES:
                 raise UserError(
-                    f"{self.address.url}: {MOST_FAILURES} files in a row were not captioned; of "
+                    f"{self.url}: {MOST_FAILURES} files in a row were not captioned; of "
                     f"the last one, {error}."
                 ) from error
             return Description("", problem=str(error))
@@ -162,7 +105,7 @@ class AddressCaptioner:
         choice = _first((reply.document or {}).get("choices"))
         message = choice.get("message")
         if not isinstance(message, dict):
-            raise self._unknown(reply)
+            raise self.server.unknown(reply)
         finish = choice.get("finish_reason")
         raw = _text_of(message.get("content"))
         text = " ".join(THINKING.sub("", raw).split())
@@ -183,7 +126,7 @@ class AddressCaptioner:
         is_whole = finish != "length" and len(text) <= self.longest
         return Description(text[: self.longest], is_whole)
 
-    def _ask(self, content: list[dict[str, Any]]) -> Reply:
+    def _ask(self, content: list[dict[str, Any]]) -> ServerReply:
         """The server's answer to a message, once it is not busy.
 
         Raises:
@@ -192,17 +135,17 @@ class AddressCaptioner:
         messages = [{"role": "user", "content": content}]
         for _ in range(TRIES):
             body = {"model": self.model, "messages": messages, **self.parameters}
-            reply = self._send("POST", "/chat/completions", SECONDS_TO_DESCRIBE, body)
+            reply = self.server.send("POST", "/chat/completions", SECONDS_TO_DESCRIBE, body)
             if reply.status in BUSY:
                 time.sleep(_pause_of(reply))
             elif not self._drops_parameter(reply):
                 break
-        self._check(reply)
+        self.server.check(reply)
         if reply.status >= httpx.codes.BAD_REQUEST:
             raise FileFailureError(f"the server answers {reply.described}")
         return reply
 
-    def _drops_parameter(self, reply: Reply) -> bool:
+    def _drops_parameter(self, reply: ServerReply) -> bool:
         """Whether the server refused a parameter, which is not sent any more."""
         if reply.status != httpx.codes.BAD_REQUEST:
             return False
@@ -217,14 +160,13 @@ class AddressCaptioner:
         Raises:
             UserError: the server does not offer it, or offers several.
         """
-        offered = self.models()
-        url = self.address.url
+        offered = self.server.models()
         if offered is None:
             if asked:
                 return asked
-            raise UserError(f"--model: {url} does not list its models, so name one.")
+            raise UserError(f"--model: {self.url} does not list its models, so name one.")
         if not offered:
-            raise UserError(f"{url} offers no model; load one there.")
+            raise UserError(f"{self.url} offers no model; load one there.")
         # Ollama lists the tag that it adds itself.
         for name in (asked, f"{asked}:latest"):
             if name in offered:
@@ -235,93 +177,10 @@ class AddressCaptioner:
         if len(offered) > MOST_LISTED:
             names += f" and {len(offered) - MOST_LISTED} more"
         if not asked:
-            raise UserError(f"--model: choose a model of {url} that reads pictures: {names}.")
+            raise UserError(f"--model: choose a model of {self.url} that reads pictures: {names}.")
         raise UserError(
-            f"--model: {url} does not offer {asked!r}. It offers {names}."
+            f"--model: {self.url} does not offer {asked!r}. It offers {names}."
             f"{did_you_mean(asked, offered)}"
-        )
-
-    def models(self) -> list[str] | None:
-        """The names of the models that the server offers; None if it does not list them.
-
-        Raises:
-            UserError: the server cannot be used.
-        """
-        try:
-            reply = self._send("GET", "/models", SECONDS_TO_LIST)
-        except FileFailureError as error:
-            raise UserError(f"{self.address.url}: {error}.") from error
-        is_missing = reply.status in (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED)
-        if is_missing and not reply.is_page:
-            return None
-        self._check(reply)
-        rows = (reply.document or {}).get("data")
-        if not isinstance(rows, list):
-            raise self._unknown(reply)
-        return [str(row["id"]) for row in rows if isinstance(row, dict) and "id" in row]
-
-    def _send(
-        self, method: str, path: str, seconds: float, body: dict[str, Any] | None = None
-    ) -> Reply:
-        """Send a request, and read at most `MOST_BYTES` within `seconds` in all.
-
-        Raises:
-            FileFailureError: no answer in time.
-            UserError: the server cannot be reached.
-        """
-        timeout = httpx.Timeout(seconds, connect=SECONDS_TO_CONNECT)
-        url = self.address.url + path
-        end = time.monotonic() + seconds
-        content = bytearray()
-        try:
-            with self.client.stream(method, url, json=body, timeout=timeout) as response:
-                for chunk in response.iter_bytes():
-                    content += chunk
-                    if time.monotonic() > end:
-                        raise httpx.ReadTimeout("")
-                    if len(content) > MOST_BYTES:
-                        raise FileFailureError(f"its answer is larger than {MOST_BYTES >> 20} MB")
-        except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
-            raise FileFailureError(f"the server does not answer within {seconds:.0f} s") from error
-        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.DecodingError) as error:
-            raise FileFailureError("the server ended the connection without an answer") from error
-        except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
-            reason = str(error) or f"no connection within {SECONDS_TO_CONNECT:.0f} s"
-            raise UserError(
-                f"{self.address.url} cannot be reached ({escape_controls(reason)}). Does the "
-                "server run?"
-            ) from error
-        return Reply(response.status_code, response.headers, bytes(content))
-
-    def _check(self, reply: Reply) -> None:
-        """Check that the server speaks the protocol, and lets us in.
-
-        Raises:
-            UserError: it does not, so no file can be captioned.
-        """
-        url = self.address.url
-        if reply.status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            raise UserError(
-                f"{url} does not accept the key ({reply.described}); set it as {KEY_VARIABLE} in "
-                "the environment."
-            )
-        if 300 <= reply.status < 400:
-            target = escape_controls(reply.headers.get("location", ""))
-            raise UserError(
-                f"{url} redirects to {target!r}. Redirects are not followed; if you trust that "
-                "server, give its address."
-            )
-        if reply.document is None:
-            raise self._unknown(reply)
-        if reply.status == httpx.codes.NOT_FOUND:
-            raise UserError(f"{url}: {reply.described}.")
-
-    def _unknown(self, reply: Reply) -> UserError:
-        """The error of a server that speaks another protocol."""
-        what = "a web page" if reply.is_page else "something else"
-        return UserError(
-            f"{self.address.url} answers with {what} (HTTP {reply.status}), not as a captioning "
-            f"server does. Its address often ends with /v1 ({EXAMPLES})."
         )
 
 
@@ -359,7 +218,7 @@ def _text_of(content: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _pause_of(reply: Reply) -> float:
+def _pause_of(reply: ServerReply) -> float:
     """Seconds to wait for a busy server."""
     asked = reply.headers.get("retry-after", "")
     seconds = float(asked) if asked.isdecimal() else SECONDS_BUSY

@@ -259,7 +259,9 @@ def card_of(facts: FileFacts | None, entry: LedgerEntry, words: Sequence[Words])
     geometry = entry.geometry
     if geometry is None:
         return card
-    card.trained = entry.trained_size
+    card.trained = f"{geometry.size.width}x{geometry.size.height}"
+    if entry.frames > 1:
+        card.trained += f", {entry.frames} frames"
     width, height = geometry.resized
     left, top = geometry.crop
     crop_width, crop_height = geometry.size

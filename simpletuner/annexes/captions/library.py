@@ -218,7 +218,7 @@ class Library:
         for searched, name in enumerate(names):
             if time.monotonic() > end:
                 return matches, len(names) - searched
-            text = self._text(name)
+            text = self.text_of(name)
             needs_no_caption = bool(text.strip()) or name in self.excluded
             if only == "uncaptioned" and needs_no_caption:
                 continue
@@ -226,8 +226,8 @@ class Library:
                 matches.append(name)
         return matches, 0
 
-    def _text(self, name: str) -> str:
-        """The text of a file's caption file that a search compares."""
+    def text_of(self, name: str) -> str:
+        """The text of a file's caption file, for searching and sorting."""
         if self.locked or name not in self.listing.captions:
             return ""
         if self.hidden_caption(name):
@@ -238,14 +238,16 @@ class Library:
             return UNREADABLE
 
     def show(self, names: Sequence[str]) -> Iterator[ShownFile]:
-        """Show files as training uses them."""
+        """Show files as training uses them, in the order of their names in `names`."""
         facts = inspected(self.root, names)
         uses = Counter(map(self.caption_path, names))  # of caption files
         if self.fixed and not self.is_packaged:
             planned = self._unplanned(names)
         else:
             planned = self._planned(names)
-        for entry, captions, mask in planned:
+        # Datasets sort their files by name.
+        position = {name: index for index, name in enumerate(names)}
+        for entry, captions, mask in sorted(planned, key=lambda row: position[row[0].name]):
             hidden = self.hidden_caption(entry.name)
             words = [] if hidden else [Words(caption) for caption in captions]
             text = None

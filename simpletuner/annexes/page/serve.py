@@ -51,7 +51,15 @@ from simpletuner.annexes.page.runs import (
 from simpletuner.annexes.page.runs.control import Runs
 from simpletuner.annexes.page.runs.queue import Queue
 from simpletuner.annexes.page.runs.runner import Runner
-from simpletuner.annexes.page.settings import captioning, datasets, files, form, library, prompts
+from simpletuner.annexes.page.settings import (
+    captioning,
+    datasets,
+    files,
+    form,
+    library,
+    library_view,
+    prompts,
+)
 from simpletuner.annexes.report.html import FOLDER as REPORT
 from simpletuner.errors import ConfigError, DiskFullError, UserError, reached_limit
 from simpletuner.reporting.events import EventStream
@@ -123,7 +131,9 @@ PAGE_ROUTES = [
     json_route("/api/uploads", start_card.new_folder),
     Route(f"{UPLOADS}{{name}}/{{file:path}}", start_card.put_file, methods=["PUT"]),
     Route("/dataset", datasets.show_datasets),
-    Route("/library", library.show_files),
+    Route("/library", library_view.show_files),
+    Route("/api/library/names", library_view.list_names),
+    json_route("/api/library/files", library_view.list_captions),
     Route("/library/thumbnail", library.send_thumbnail),
     Route("/library/media", library.send_original),
     json_route("/api/library/caption", library.put_caption, "PUT"),
@@ -132,6 +142,7 @@ PAGE_ROUTES = [
     json_route("/api/library/edit", library.edit),
     Route("/api/library/describe", captioning.captioning_state),
     json_route("/api/library/describe", captioning.start_captioning),
+    json_route("/api/library/models", captioning.list_models),
     Route("/api/training/status", live.get_status),
     json_route("/api/training/start", live.post_start),
     json_route("/api/training/new", live.post_new_run),

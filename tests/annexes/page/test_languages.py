@@ -11,13 +11,14 @@ from simpletuner.annexes.page.new.start_card import LANGUAGES, card_content
 from simpletuner.annexes.start.recipe import RECIPES, TITLES
 
 TABLES = json.loads(LANGUAGES.read_text(encoding="utf-8"))
-FOLDER = LANGUAGES.parents[1] / "new"
+PAGE = LANGUAGES.parents[1]
+NEW = PAGE / "new"
 
 
 def said() -> set[str]:
     """Every text that the card asks for: in its template, its script, and the recipes."""
-    scripts = ("start.js", "drop.js", "dropwords.js")
-    templates = [FOLDER / "start.html.jinja", FOLDER / "cards.html.jinja"]
+    scripts = ("start.js", "drop.js", "writer.js")
+    templates = [NEW / "start.html.jinja", NEW / "cards.html.jinja", PAGE / "writer.html.jinja"]
     sources = [*templates, *(LANGUAGES.parent / name for name in scripts)]
     text = "".join(path.read_text(encoding="utf-8") for path in sources)
     calls = "".join(re.findall(r"\bsay\(((?:[^()\"]|\"[^\"]*\")*)", text))

@@ -45,6 +45,7 @@ class Look:
         size: width and height in pixels; zeros for an unreadable file.
         clip: facts of a clip; None for pictures.
         problem: why the file cannot be used, as a text that continues its name; else empty.
+        contrast: `edge_contrast` of a picture; None if it is not measured.
         is_blurred: of a picture, out of focus.
         grid: its `colour_grid`, by which duplicates are found; None for an unreadable file.
     """
@@ -53,6 +54,7 @@ class Look:
     size: tuple[int, int] = (0, 0)
     clip: ClipFacts | None = None
     problem: str = ""
+    contrast: float | None = None
     is_blurred: bool = False
     grid: NDArray[np.int16] | None = None
 
@@ -105,23 +107,28 @@ def measure(path: Path, now: str) -> Look:
         picture = next(iter(frames_of(path, 1, 1.0, clip)))
     except MediaError as error:
         return Look(now, problem=str(error))
-    size = (clip.width, clip.height) if clip else picture.size
-    # A frame of a clip is soft where something moves.
-    is_blurred = clip is None and is_out_of_focus(picture)
-    return Look(now, size, clip, is_blurred=is_blurred, grid=colour_grid(picture))
+    grid = colour_grid(picture)
+    if clip is not None:
+        # A frame of a clip is soft where something moves.
+        return Look(now, (clip.width, clip.height), clip, grid=grid)
+    pixels = brightness_of(picture)
+    if pixels is None:
+        return Look(now, picture.size, grid=grid)
+    contrast = edge_contrast(pixels)
+    is_blurred = contrast < MOST_CONTRAST and softness(pixels) > LEAST_SOFTNESS
+    return Look(now, picture.size, contrast=contrast, is_blurred=is_blurred, grid=grid)
 
 
-def is_out_of_focus(picture: Image.Image) -> bool:
-    """Whether a picture is blurred everywhere; no where the measures are unsure."""
+def brightness_of(picture: Image.Image) -> NDArray[np.float32] | None:
+    """The brightness at the size at which blur is measured, `H W`; None if it is too small."""
     shorter = min(picture.size)
     if shorter < SMALLEST_MEASURED:
-        return False
+        return None
     grey = picture.convert("L")
     if shorter > MEASURED_SIDE:
         width, height = (side * MEASURED_SIDE // shorter for side in picture.size)
         grey.thumbnail((width, height), Image.Resampling.BOX)
-    pixels = np.asarray(grey, dtype=np.float32)
-    return edge_contrast(pixels) < MOST_CONTRAST and softness(pixels) > LEAST_SOFTNESS
+    return np.asarray(grey, dtype=np.float32)
 
 
 def edge_contrast(pixels: NDArray[np.float32]) -> float:

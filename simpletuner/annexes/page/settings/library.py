@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 
 from simpletuner.annexes.captions import editing
 from simpletuner.annexes.captions.editing import ChangedMeanwhileError
-from simpletuner.annexes.captions.library import Library
+from simpletuner.annexes.captions.library import Library, ShownFile
 from simpletuner.annexes.captions.masks import fill_missing, write_mask
 from simpletuner.annexes.page.project import Project, Refusal, problems_json, project_of
 from simpletuner.annexes.page.runs.control import Runs
@@ -33,9 +33,7 @@ from simpletuner.distributed.world import usable_cores
 from simpletuner.errors import Problem, Problems, UserError
 from simpletuner.planning.build import choose_task
 from simpletuner.planning.entries import data_context
-from simpletuner.rounding import ceil_div
 
-PAGE = 60  # files on a page
 # Of the picture under a painted mask; a latent position averages 8x8 pixels of it.
 PAINTED_SIDE = 1024
 FIRST = 5  # changes shown in a preview
@@ -83,37 +81,25 @@ def open_dataset(request: Request, asked: Mapping[str, Any]) -> Library:
     )
 
 
-def show_files(request: Request) -> Response:
-    """A page of a dataset's files: `?config=NAME&dataset=ID&words=TEXT&only=KIND&page=N`."""
-    asked = request.query_params
-    library = open_dataset(request, asked)
-    words = asked.get("words", "")
-    only = asked.get("only", "")
-    names, missed = library.find(words, only)
-    pages = max(1, ceil_div(len(names), PAGE))
-    page = 1
-    number = asked.get("page", "1")
-    if number.isdecimal():
-        page = min(max(1, int(number[:9])), pages)
-    html = render(
-        "page/settings/library.html.jinja",
-        part="all",
-        library=library,
-        files=library.show(names[PAGE * (page - 1) : PAGE * page]),
-        words=words,
-        only=only,
-        found=len(names),
-        missed=missed,
-        page=page,
-        pages=pages,
-    )
-    return HTMLResponse(html)
+def changed_file(library: Library, name: str) -> dict[str, Any]:
+    """A file after a change: its card as HTML, and what the large view shows."""
+    (file,) = library.show([name])
+    card = render("page/settings/library.html.jinja", part="files", library=library, files=[file])
+    return {"card": card, "file": written_file(library, file)}
 
 
-def card_html(library: Library, name: str) -> str:
-    """The card of a file, as HTML."""
-    files = library.show([name])
-    return render("page/settings/library.html.jinja", part="files", library=library, files=files)
+def written_file(library: Library, file: ShownFile) -> dict[str, Any]:
+    """A file as the large view shows it, with its caption."""
+    return {
+        "name": file.card.name,
+        "title": file.name,
+        "path": f"{library.root}/{file.card.name}",
+        "stamp": file.stamp,
+        "is_clip": file.is_clip,
+        "text": file.text,
+        "tag": file.tag,
+        "locked": file.hidden or file.locked,
+    }
 
 
 def name_in(library: Library, asked: Mapping[str, Any]) -> str:
@@ -158,8 +144,9 @@ def put_caption(request: Request, body: dict[str, Any]) -> Response:
 
 def changed_meanwhile(library: Library, name: str, error: ChangedMeanwhileError) -> Response:
     """The response to a change of a stale version, with a card of the current version."""
-    problems = problems_json([Problem("", str(error))])
-    return JSONResponse({"problems": problems, "card": card_html(library, name)}, 412)
+    return JSONResponse(
+        {"problems": problems_json([Problem("", str(error))]), **changed_file(library, name)}, 412
+    )
 
 
 def put_excluded(request: Request, body: dict[str, Any]) -> Response:
@@ -194,7 +181,7 @@ def after_change(
     library = open_dataset(request, body)
     note = when_used(request, library, is_mask=is_mask)
     answer = {
-        "card": card_html(library, body["file"]),
+        **changed_file(library, body["file"]),
         "note": " ".join([note, *notes]),
         "others": bool(notes),
     }

@@ -1,11 +1,12 @@
-// The files of a dataset, in a dialog over the page. The URL names it: #dataset/files/ID?words=…&only=…&page=…
+// The files of a dataset, in a dialog over the page. The URL names it: #dataset/files/ID?words=…&only=…&order=…&page=…
 import { api, element, isDirty, page, sentences, state } from "./form.js";
 import { openConfig } from "./app.js";
 
 const dialog = page("#library"), CLOSED = "#dataset/training_data";
+const STYLE = "/static/library.css";
 const LAST = 6; // lines of a process's output
 const open = { hash: "", dataset: "" }; // the view shown; the URL may already name another
-let latest = "", news = null, saving, timer;
+let latest = "", shown = "", news = null, saving, timer, comparing;
 const find = (selector) => dialog.querySelector(selector);
 const named = () => ({ config: state.config, dataset: open.dataset });
 const unsaved = () => [...dialog.querySelectorAll("textarea")].filter((area) => area.value !== area.defaultValue);
@@ -25,13 +26,25 @@ export async function show() {
   find("textarea:focus")?.blur(); // saves it
   await saving;
   // Unsaved captions show the reason on their card; the mask painter has a button for unsaved masks.
-  if (unsaved().length || find("dialog")) return void (location.hash = open.hash);
+  if (unsaved().length || find("dialog") || page("#library-writer")) return void (location.hash = open.hash);
   const wanted = asked();
   if (location.hash !== open.hash) news = null;
   if (!wanted) return dialog.close();
   Object.assign(open, { hash: location.hash, dataset: wanted.dataset });
+  await loadStyle();
   if (!dialog.open) dialog.showModal();
   await load(new URLSearchParams({ ...named(), ...Object.fromEntries(wanted.query) }));
+}
+
+// Resolves when the style is there: without it, the view would jump.
+function loadStyle() {
+  if (page(`[href="${STYLE}"]`)) return null;
+  const link = element("link", { rel: "stylesheet", href: STYLE });
+  document.head.append(link);
+  return new Promise((resolve) => {
+    link.onload = resolve;
+    link.onerror = resolve;
+  });
 }
 
 // Sets styles by script, since the page's policy forbids them in HTML.
@@ -42,16 +55,20 @@ function fill(place, html) {
 
 async function load(query) {
   const mine = (latest = String(query));
+  clearTimeout(comparing);
   dialog.setAttribute("aria-busy", "true");
   const response = await fetch(`/library?${query}`).catch(() => null), text = await response?.text();
   if (mine !== latest) return;
   dialog.removeAttribute("aria-busy");
   if (response?.ok) {
-    const focused = document.activeElement?.id, unfolded = find(".change")?.open;
+    const focused = document.activeElement?.id, tools = find(".change"), isSame = shown === mine;
+    shown = mine;
     fill(dialog, text);
-    dialog.scrollTo(0, 0);
-    if (find(".change")) find(".change").open = Boolean(unfolded);
+    if (!isSame) dialog.scrollTo(0, 0);
+    keepTools(tools);
+    showCaptioner();
     if (focused) document.getElementById(focused)?.focus();
+    if (find(".comparing")) comparing = setTimeout(compareMore, 500);
     tellNews();
     follow();
   } else {
@@ -59,6 +76,21 @@ async function load(query) {
     const close = element("button", { type: "button", className: "close", textContent: "Close" });
     dialog.replaceChildren(element("h2", { id: "library-title", textContent: open.dataset }), element("p", { className: "bad", textContent: problems.join(" ") }), close);
   }
+}
+
+// What was typed into the tools stays there.
+function keepTools(tools) {
+  const fresh = find(".change");
+  if (!tools || !fresh || tools.dataset.dataset !== fresh.dataset.dataset) return;
+  fresh.replaceWith(tools);
+  tools.querySelector(".changes").replaceChildren();
+}
+
+// Files are compared for some seconds in each request. A caption being typed is not disturbed.
+function compareMore() {
+  const isBusy = unsaved().length || find("textarea:focus") || find("dialog") || page("#library-writer");
+  if (isBusy) comparing = setTimeout(compareMore, 2000);
+  else if (dialog.open) show();
 }
 
 // A single file: the response to a change contains its new card.
@@ -143,21 +175,83 @@ async function follow() {
   if (data.running) timer = setTimeout(follow, 2000);
 }
 
+// ---- Captions by a model ----
+
+function serverAsked() {
+  if (find("#library-by").value !== "server") return {};
+  return { address: find(".address").value.trim(), model: find(".model").value.trim(), send: find(".consent input").checked };
+}
+
+async function describe() {
+  const server = serverAsked();
+  if (server.address === "") return find(".address").focus();
+  const body = { ...named(), style: page("#library-style").value, trigger: find(".lead").value, ...server };
+  const answer = await api("/api/library/describe", { method: "POST", body });
+  refuseServer(answer);
+  find("[value=stop]").hidden = !answer.ok;
+  if (answer.ok) follow();
+}
+
+// Shows why a server is not asked; before pictures leave this machine, a box asks for consent.
+function refuseServer(answer) {
+  const asked = answer.data.problems?.find(({ key }) => key === "send");
+  if (!asked) return void (find(".changes").textContent = sentences(answer).join(" "));
+  find(".changes").textContent = "";
+  find(".consent").hidden = false;
+  find(".consent span").textContent = `${asked.message.trim()} Send them.`;
+  find(".consent input").focus();
+}
+
+// Proposes the models that the server offers.
+async function proposeModels() {
+  const { address, send } = serverAsked();
+  if (!address) return;
+  const answer = await api("/api/library/models", { method: "POST", body: { address, send } });
+  if (answer.ok) find("#library-models").replaceChildren(...answer.data.models.map((value) => element("option", { value })));
+  else refuseServer(answer);
+}
+
+function showCaptioner() {
+  const isServer = find("#library-by")?.value === "server";
+  for (const part of dialog.querySelectorAll(".describe .server")) part.hidden = !isServer;
+  if (!isServer) withdrawConsent();
+}
+
+// Consent is to one address.
+function withdrawConsent() {
+  const consent = find(".consent");
+  if (!consent) return;
+  consent.hidden = true;
+  consent.querySelector("input").checked = false;
+}
+
+// One picture at a time, large.
+async function write(name = "") {
+  find("textarea:focus")?.blur(); // saves it
+  await saving;
+  const { writeCaptions } = await import("./librarywords.js");
+  const problem = await writeCaptions(find(".writing"), named(), Object.fromEntries(asked().query), name);
+  await show();
+  if (problem) find(".changes").textContent = problem;
+}
+
 const ACTS = {
-  replace: () => edit({ find: find(".find[type=text]").value, replace: find(".replace").value }),
+  replace: () => edit({ find: find("input.find").value, replace: find(".replace").value }),
   prefix: () => edit({ trigger: find(".trigger").value }),
-  describe: async () => {
-    const { ok, data } = await api("/api/library/describe", { method: "POST", body: { ...named(), style: page("#library-style").value, trigger: find(".trigger").value } });
-    find(".changes").textContent = sentences({ ok, data }).join(" ");
-    find("[value=stop]").hidden = !ok;
-    if (ok) follow();
-  },
+  describe,
+  write: () => write(),
   stop: () => api("/api/training/queue/remove", { method: "POST", body: { job: find("[value=stop]").name } }),
 };
 
+const VIEW = { "library-words": "words", "library-only": "only", "library-order": "order", "library-size": "size" };
+
 dialog.addEventListener("change", ({ target }) => {
   if (target.matches("textarea")) save(target.closest("figure"), target);
-  if (target.matches("#library-only, #library-words")) go({ only: page("#library-only").value, words: page("#library-words").value, page: "" });
+  if (target.id in VIEW) go({ [VIEW[target.id]]: target.value, page: "" });
+  if (target.id === "library-page") go({ page: target.value });
+  if (target.id === "library-by") showCaptioner();
+  if (target.matches(".address")) withdrawConsent();
+  if (target.id === "library-by" || target.matches(".address")) proposeModels();
 });
 dialog.addEventListener("submit", (event) => event.preventDefault());
 dialog.addEventListener("click", ({ target }) => {
@@ -165,6 +259,7 @@ dialog.addEventListener("click", ({ target }) => {
   if (button?.matches(".close")) location.hash = CLOSED;
   else if (button?.matches(".exclude")) change(card, "/api/library/excluded", { out: !card.classList.contains("excluded") });
   else if (button?.matches(".paint")) paint(card);
+  else if (button?.matches(".write")) write(decodeURIComponent(card.dataset.file));
   else if (ACTS[button?.value]) ACTS[button.value]();
 });
 // Ctrl-Enter saves a caption and goes on to the next.

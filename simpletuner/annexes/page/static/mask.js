@@ -12,7 +12,7 @@ addEventListener("beforeunload", (event) => isUnsaved && event.preventDefault())
 // Opens the painter for the file of a card. `body` names the file; `saved` receives the server's response.
 export async function paint(card, body, saved) {
   document.head.querySelector("[href$='mask.css']") ?? document.head.append(element("link", { rel: "stylesheet", href: "/static/mask.css" }));
-  const dialog = document.importNode(page("#library template").content, true).firstElementChild, find = (selector) => dialog.querySelector(selector);
+  const dialog = document.importNode(page("#library .painting").content, true).firstElementChild, find = (selector) => dialog.querySelector(selector);
   const { picture, mask, size } = card.querySelector(".paint").dataset, canvas = find("canvas"), brush = find(".brush"), crop = find(".crop");
   const context = canvas.getContext("2d", { willReadFrequently: true }), undone = [], place = { x: 0, y: 0 };
   let { tag } = card.querySelector(".paint").dataset, isFresh = true;

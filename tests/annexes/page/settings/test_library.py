@@ -14,16 +14,20 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
 
+import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFilter
 from starlette.testclient import TestClient
 
 from simpletuner.annexes.captions import editing, library
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.runs.control import Runs
 from simpletuner.annexes.page.serve import create_app
+from simpletuner.annexes.page.settings import library_order
+from simpletuner.annexes.page.settings.library_order import ORDERS
 from simpletuner.annexes.runs.run import Run
 from tests.annexes.page.page import opened
+from tests.tools.caption_server import serve_captions
 from tests.tools.clips import write_clip
 from tests.tools.processes import PATIENCE
 
@@ -118,8 +122,8 @@ def test_a_page_reads_only_its_own_files(page: TestClient, folder: Path) -> None
         (folder / f"cats/{index}.png").hardlink_to(folder / "cats/0.png")
     assert len(names(show(page, page=2))) == 4
     assert len(library._facts[folder / "cats"]) == 4
-    assert "Page 2 of 2" in show(page, page="99999999999")
-    assert '#dataset/files/cats?words=&amp;only=&amp;page=1"' in show(page, page=2)
+    assert 'max="2" value="2"' in show(page, page="99999999999")
+    assert '#dataset/files/cats?words=png"' in show(page, page=2, words="png")
 
 
 def test_a_new_file_is_shown(page: TestClient, folder: Path) -> None:
@@ -205,6 +209,70 @@ def test_search_in_names_and_captions(page: TestClient, monkeypatch: pytest.Monk
     assert "0 files." in show(page, words="dog")
     monkeypatch.setattr(library, "PATIENCE", -1.0)
     assert "0 files; 4 were not searched" in show(page, words="cat")
+
+
+def test_files_are_shown_in_the_order_that_was_asked_for(page: TestClient, folder: Path) -> None:
+    (folder / "cats/1.txt").write_text("a very long caption of a cat\n")
+    Image.new("RGB", (64, 32)).save(folder / "cats/2.png")
+
+    orders = {order: names(show(page, order=order)) for order in ORDERS}
+
+    assert orders[""] == ["0.png", "1.png", "2.png", "3.png"]
+    assert orders["uncaptioned"] == ["3.png", "0.png", "1.png", "2.png"]
+    assert orders["longest"] == ["1.png", "0.png", "2.png", "3.png"]
+    assert orders["smallest"] == ["2.png", "0.png", "1.png", "3.png"]
+    assert names(show(page, order="nonsense")) == orders[""]
+
+
+def test_the_blurriest_pictures_come_first(page: TestClient, folder: Path) -> None:
+    random = np.random.default_rng(0)
+    sharp = Image.fromarray(random.integers(0, 255, (256, 256, 3), dtype=np.uint8))
+    sharp.save(folder / "cats/1.png")
+    sharp.filter(ImageFilter.GaussianBlur(3)).save(folder / "cats/2.png")
+
+    assert names(show(page, order="blurriest"))[:2] == ["2.png", "1.png"]
+
+
+def test_files_that_are_not_compared_in_time_are_counted_and_last(
+    page: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library_order, "SECONDS", -1.0)
+
+    html = show(page, order="longest")
+
+    assert "4 of them are still being compared" in html
+    assert len(names(html)) == 4
+
+
+def test_the_size_of_a_page_can_be_chosen(page: TestClient, folder: Path) -> None:
+    for index in range(100, 160):
+        (folder / f"cats/{index}.png").hardlink_to(folder / "cats/0.png")
+
+    assert len(names(show(page, size=120))) == 64
+    assert len(names(show(page, size=7))) == 60
+
+
+def test_the_large_view_lists_the_files_of_a_view_and_their_captions(page: TestClient) -> None:
+    asked = {"dataset": "cats", "order": "uncaptioned"}
+
+    listed = page.get("/api/library/names", params=asked).json()["names"]
+    body = {"dataset": "cats", "files": [*listed[:2], "nobody.png"]}
+    files = page.post("/api/library/files", json=body).json()["files"]
+
+    assert listed == ["3.png", "0.png", "1.png", "2.png"]
+    assert [(file["name"], file["text"]) for file in files] == [
+        ("3.png", None),
+        ("0.png", "a cat number 0\n"),
+    ]
+    saved = save(page, "0.png", "a cat", files[1]["tag"]).json()["file"]
+    assert saved["text"] == "a cat\n"
+    assert save(page, "0.png", "late", files[1]["tag"]).json()["file"] == saved
+
+
+def test_an_enlarged_picture_is_marked_as_a_warning(page: TestClient, folder: Path) -> None:
+    Image.new("RGB", (24, 24)).save(folder / "cats/0.png")
+
+    assert '<span class="badge warning">enlarged 2.7 times</span>' in show(page)
 
 
 def test_all_captions_change_after_a_preview(page: TestClient, folder: Path) -> None:
@@ -541,6 +609,63 @@ def test_missing_captions_are_a_job_of_the_queue(
     children[1].wait(PATIENCE)
 
 
+def describe(page: TestClient, **body: Any) -> Any:
+    return page.post("/api/library/describe", json={"dataset": "cats", **body})
+
+
+def test_a_server_of_this_machine_writes_captions_as_a_job(page: TestClient) -> None:
+    answer = describe(page, address="http://localhost:1234", model="llava")
+
+    (job,) = cast(Any, page.app).state.runner.queue.read()
+    assert answer.status_code == 202
+    assert job.options[:3] == [
+        "--dataset=cats",
+        "--address=http://localhost:1234/v1",
+        "--model=llava",
+    ]
+    assert "--send-to-network" not in job.options
+
+
+def test_a_server_of_the_network_needs_consent_on_the_page(page: TestClient) -> None:
+    refused = describe(page, address="https://api.example.com/v1")
+    agreed = describe(page, address="https://api.example.com/v1", send=True)
+
+    (problem,) = refused.json()["problems"]
+    (job,) = cast(Any, page.app).state.runner.queue.read()
+    assert (refused.status_code, agreed.status_code) == (409, 202)
+    assert problem["key"] == "send"
+    assert "would be sent to api.example.com, which is not this machine" in problem["message"]
+    assert "--send-to-network" in job.options
+
+
+@pytest.mark.parametrize(("address", "gets_key"), [("/v1", True), ("/other", False)])
+def test_only_the_address_that_the_host_named_gets_the_key_from_the_page(
+    address: str, gets_key: bool, page: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve_captions("llava") as server:
+        base = server.address.removesuffix("/v1")
+        monkeypatch.setenv("CAPTION_ADDRESS", server.address)
+        monkeypatch.setenv("CAPTION_API_KEY", "local-9f3b77aa21")
+
+        page.post("/api/library/models", json={"address": base + address})
+        describe(page, address=base + address)
+
+    (job,) = cast(Any, page.app).state.runner.queue.read()
+    assert server.keys == ["Bearer local-9f3b77aa21" if gets_key else None]
+    assert ("--without-key" in job.options) is not gets_key
+    assert "local-9f3b77aa21" not in str(job)
+
+
+def test_models_of_a_server_are_proposed(page: TestClient) -> None:
+    with serve_captions("llava", "qwen") as server:
+        answer = page.post("/api/library/models", json={"address": server.address})
+        far = page.post("/api/library/models", json={"address": "http://10.0.0.1/v1"})
+
+    assert answer.json() == {"models": ["llava", "qwen"]}
+    assert far.status_code == 409
+    assert page.post("/api/library/models", json={"address": "nowhere"}).status_code == 422
+
+
 def test_killed_captioning_is_reported(
     page: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -566,7 +691,7 @@ def test_killed_captioning_is_reported(
 @pytest.mark.slow(4)
 def test_files_in_a_browser(browser: Any, folder: Path) -> None:
     with opened(browser, folder, "#dataset") as page:
-        page.get_by_role("link", name="Files").click()
+        page.get_by_role("link", name="Files", exact=True).click()
         dialog = page.get_by_role("dialog", name="cats")
         caption = dialog.get_by_label("Caption of 0.png")
         caption.fill("typed")
@@ -588,11 +713,32 @@ def test_files_in_a_browser(browser: Any, folder: Path) -> None:
 
 
 @pytest.mark.slow(4)
+def test_captions_are_written_one_after_another_in_a_browser(browser: Any, folder: Path) -> None:
+    from playwright.sync_api import expect
+
+    (folder / "cats/1.txt").unlink()
+    with opened(browser, folder, "#dataset/files/cats") as page:
+        page.set_viewport_size({"width": 400, "height": 800})
+        page.get_by_role("button", name="Write captions one by one").click()
+        writer = page.get_by_role("dialog", name="1.png")
+        writer.get_by_text("2 of 4").wait_for()
+        page.keyboard.type("a red cat")
+        page.keyboard.press("Control+Enter")
+        page.get_by_role("dialog", name="3.png").get_by_text("4 of 4").wait_for()
+        page.keyboard.type("a blue cat")
+        page.keyboard.press("Escape")
+        library = page.get_by_role("dialog", name="cats")
+        expect(library.get_by_label("Caption of 3.png")).to_have_value("a blue cat")
+        assert (folder / "cats/1.txt").read_text() == "a red cat\n"
+        assert (folder / "cats/3.txt").read_text() == "a blue cat\n"
+
+
+@pytest.mark.slow(4)
 def test_a_replacement_in_a_browser(browser: Any, folder: Path) -> None:
     with opened(browser, folder, "#dataset/files/cats") as page:
         page.set_viewport_size({"width": 400, "height": 800})
         dialog = page.get_by_role("dialog", name="cats")
-        dialog.get_by_text("Change or write captions").click()
+        dialog.get_by_text("Change or write many captions").click()
         dialog.get_by_label("Find in all captions").fill("cat")
         dialog.get_by_label("Replace by").fill("fox")
         dialog.get_by_role("button", name="Preview").click()
