@@ -99,9 +99,15 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(project: Path) -> None
     assert sorted(titles) == sorted(["older/cats", "output/cats", alone.name])
 
 
-def test_thumbnail_is_the_last_preview_of_the_main_prompt(project: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "thumbnail"),
+    [(("bird", "validation", "owl"), "validation"), (("bird", "owl"), "bird")],
+)
+def test_thumbnail_is_the_last_preview_of_the_main_prompt_or_else_of_the_first(
+    project: Path, names: tuple[str, ...], thumbnail: str
+) -> None:
     media = MediaFile(project / "validation_media.jsonl", 9)
-    for step, name in ((0, "validation"), (5, "bird"), (5, "validation"), (5, "owl")):
+    for step, name in ((0, "validation"), *((5, name) for name in names)):
         record = MediaRecord(step, name, f"a {name}", f"{name}-{step}.png", 8, 8)
         write_picture(project / record.path)
         media.append(record)
@@ -111,7 +117,7 @@ def test_thumbnail_is_the_last_preview_of_the_main_prompt(project: Path) -> None
     shown = last_preview(project)
 
     assert shown is not None
-    assert (shown.step, shown.short_name) == (5, "validation")
+    assert (shown.step, shown.short_name) == (5, thumbnail)
 
 
 def test_thumbnail_of_a_run_is_a_small_picture(project: Path) -> None:
@@ -145,6 +151,21 @@ def test_time_is_told_as_a_person_would(
     monkeypatch.setattr(run_list, "datetime", Clock)
 
     assert moment(datetime.fromisoformat(when).timestamp()) == words
+
+
+def test_a_run_that_was_killed_does_not_stay_in_the_list_as_running(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RunFolder(False, "nothing", False, "running").write(project)
+    before = rows_in(project)
+    monkeypatch.setattr("simpletuner.annexes.runs.folder.RunFolder.pid", None)
+
+    after = rows_in(project)
+
+    assert [*before.values(), *after.values()] == [
+        "running 3 of 9",
+        "interrupted at 3, nothing saved",
+    ]
 
 
 def test_row_of_an_ended_run_is_read_again_only_after_a_change(
