@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import re
 
 import pytest
 
 from simpletuner.cli.app import main
+from simpletuner.cli.problems import print_problems
+from simpletuner.errors import Problem
 from tests.tools.refusals import complaint, warnings
 from tests.tools.workspace import Workspace
 
@@ -74,6 +77,15 @@ def test_resolution_that_no_dataset_is_trained_at_is_not_shown(
     workspace: Workspace, capsys: Capture
 ) -> None:
     assert "  resolution" not in plan(workspace, capsys, "--verbose")
+
+
+def test_a_problem_that_two_checks_report_is_printed_once() -> None:
+    stream = io.StringIO()
+    problem = Problem("lora_rank", "must be 1 or more.")
+
+    print_problems([problem, problem], stream)
+
+    assert stream.getvalue().count("lora_rank") == 1
 
 
 def test_every_problem_of_a_plan_is_printed_once_and_errors_come_first(

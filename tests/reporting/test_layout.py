@@ -22,6 +22,12 @@ def test_prose_is_wrapped_between_words() -> None:
     assert all(line.startswith("    ") for line in lines[1:])
 
 
+def test_a_word_with_hyphens_is_not_broken() -> None:
+    prose = "It needs more memory than any well-known-adapter-checkpoints."
+
+    assert " ".join(line.strip() for line in NARROW.wrap(prose)) == prose
+
+
 def test_command_between_backticks_stays_on_one_line() -> None:
     command = "`simpletuner train env=cats max_train_steps=500`"
 
@@ -35,6 +41,10 @@ def test_path_loses_its_middle_and_a_sentence_is_wrapped() -> None:
     assert path.startswith("  file  /home/")
     assert path.endswith("/config.json")
     assert " ".join(line.strip() for line in sentence) == f"text  {PROSE}"
+
+
+def test_a_value_keeps_its_ends_where_there_is_no_space_at_all() -> None:
+    assert Layout(10).shorten("abcdef", used=20) == "a…f"
 
 
 def test_nothing_is_wrapped_or_cut_in_a_pipe() -> None:

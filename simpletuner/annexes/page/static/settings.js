@@ -279,10 +279,16 @@ function shareReason(group) {
 // The result of saving is shown until the next edit.
 function showSaved(text = told) {
   told = text;
-  const changed = changes(), count = Object.keys(changed).length, dirty = isDirty();
+  const changed = changes();
   for (const [key, field] of fields) field.classList.toggle("changed", key in changed);
-  page("#save").disabled = !dirty;
-  page("#saved").textContent = text || (state.gone ? `${state.gone} was deleted or moved; Save restores it.` : dirty ? (count ? `${count} unsaved` : "Datasets unsaved") : "");
+  page("#save").disabled = !isDirty();
+  page("#saved").textContent = text || unsavedText(Object.keys(changed).length);
+}
+
+function unsavedText(count) {
+  if (state.gone) return `${state.gone} was deleted or moved; Save restores it.`;
+  if (!isDirty()) return "";
+  return count ? `${count} unsaved` : "Datasets unsaved";
 }
 
 function edited() {

@@ -12,7 +12,11 @@ from starlette.testclient import TestClient
 
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.runs.control import run_id
+from simpletuner.annexes.page.runs.previews import MOST_SHOTS, cells_at
+from simpletuner.annexes.page.runs.previews import previews as previews_of
 from simpletuner.annexes.page.serve import create_app
+from simpletuner.annexes.runs.run import Run
+from simpletuner.reporting.metrics import MEDIA_FILE, MediaFile, MediaRecord
 from tests.annexes.page.run_folder import RunFolder, State
 
 STEP = re.compile(r'data-step="(\d+)"')
@@ -71,6 +75,25 @@ def test_two_thousand_previews_are_one_slider_and_small_answers(
     assert large(dragged) == ["1234"]
     assert len(whole) < 250_000
     assert len(dragged) < 150_000
+
+
+def test_of_many_prompts_the_first_are_large_and_the_rest_are_counted(tmp_path: Path) -> None:
+    media = MediaFile(tmp_path / MEDIA_FILE)
+    for number in range(MOST_SHOTS + 2):
+        media.append(MediaRecord(1, f"prompt-{number}", "a bird", f"{number}.png", 8, 8))
+    media.close()
+
+    shown = previews_of(Run("run", tmp_path), "", "")
+
+    assert (len(shown["shots"]), shown["hidden"]) == (MOST_SHOTS, 2)
+
+
+def test_trained_weights_come_before_their_moving_average(tmp_path: Path) -> None:
+    records = [MediaRecord(1, "x", "a bird", "x.png", 8, 8, ema=ema) for ema in (True, False)]
+
+    cells = cells_at(Run("run", tmp_path), records, 1)
+
+    assert [cell.record.ema for cell in cells] == [False, True]
 
 
 def test_clip_of_one_frame_has_a_mark_and_a_button(page: TestClient, tmp_path: Path) -> None:

@@ -18,9 +18,11 @@ from simpletuner.annexes.fitting.ready import CONSENT
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.runs.control import run_id
 from simpletuner.annexes.page.runs.planned import outline
+from simpletuner.annexes.page.runs.run_head import answers_of
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads
 from simpletuner.annexes.report.report import facts
+from simpletuner.annexes.runs.history import STOPS_LATER
 from simpletuner.annexes.runs.log_files import record_in
 from simpletuner.annexes.runs.run import Run
 from simpletuner.planning.lock import STARTED_FILE
@@ -29,6 +31,7 @@ from simpletuner.reporting.events import (
     PREVIEWS,
     Event,
     EventStream,
+    Notice,
     PhaseAdvanced,
     PhaseEnded,
     PhaseStarted,
@@ -214,6 +217,22 @@ def test_cancel_asks_what_may_be_lost(
     save(folder)
 
     assert f'data-cancel data-loss="{loss}"' in part(page, folder, "head")
+
+
+def test_cancel_before_the_first_step_loses_no_step(page: TestClient, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    tell(folder, StateChanged("starting", 0, 9), StateChanged("running", 0, 9))
+    own(folder)
+
+    assert 'data-loss="No step has been trained yet."' in part(page, folder, "head")
+
+
+def test_a_warning_is_not_taken_for_the_answer_to_a_request(tmp_path: Path) -> None:
+    answer = Notice(f"{STOPS_LATER} this epoch.")
+    tell(tmp_path, *STEPS, answer, Notice("The disk is nearly full.", warning=True))
+
+    assert answers_of(Run("run", tmp_path)) == [f"{STOPS_LATER} this epoch."]
 
 
 DOCUMENT = {
