@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from simpletuner.annexes.page.runs.control import run_id
+from simpletuner.data.clip_writer import write_mp4
 from tests.annexes.page.page import go, opened
 from tests.annexes.page.run_folder import RunFolder
 
@@ -20,6 +22,7 @@ expect = sync_api.expect
 
 NAMES = ("first", "second")
 Release = Callable[[], None]
+PROMPTS = "name => { import('/static/prompts.js').then((script) => script.show(name)); }"
 # What the places New and Settings tell the place Runs.
 STARTED = "run => document.dispatchEvent(new CustomEvent('started', { detail: run }))"
 
@@ -171,3 +174,41 @@ def test_the_config_that_was_asked_for_last_is_open(page: Any) -> None:
     expect(config).to_have_value("second")
     assert "config=second" in page.url
     assert "run=second-" in page.url
+
+
+def test_the_prompts_that_were_asked_for_last_are_listed(page: Any) -> None:
+    with held(page, "**/prompts?config=first") as (answers, release):
+        page.evaluate(PROMPTS, "first")
+        wait_for(page, answers)
+
+        page.evaluate(PROMPTS, "second")
+        expect(page.locator("#prompts-title")).to_contain_text("second")
+        release()
+
+    expect(page.locator("#prompts-title")).to_contain_text("second")
+
+
+def test_the_facts_of_a_drop_are_of_the_model_that_is_chosen(page: Any, tmp_path: Path) -> None:
+    clip = tmp_path / "clip.mp4"
+    write_mp4(clip, [Image.new("RGB", (832, 480), (shade, 0, 0)) for shade in range(0, 200, 2)], 24)
+    go(page, "New")
+    page.locator("#drop input[type=file]").first.set_input_files(str(clip))
+    models = page.locator("#start-models input")
+    expect(models.nth(1)).to_be_attached()
+    expect(page.locator("#start-models")).not_to_contain_text("computing")
+    size = page.locator("#start-size")
+    models.nth(1).check()
+    page.wait_for_timeout(1000)
+    of_second = size.inner_text()
+    models.nth(0).check()
+    expect(size).not_to_have_text(of_second)
+    with held(page, "**/api/start/look") as (answers, release):
+        models.nth(1).check()
+        wait_for(page, answers)
+        models.nth(0).check()
+        page.wait_for_timeout(500)
+        answers.reverse()
+
+        release()
+
+    expect(size).not_to_have_text(of_second)

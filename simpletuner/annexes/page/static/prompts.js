@@ -26,9 +26,12 @@ export async function show(name) {
 }
 
 async function load() {
+  const asked = config;
   const response = await fetch(`/prompts?config=${encodeURIComponent(config)}`).catch(() => null);
-  if (!response?.ok) return showRefusal(response);
-  dialog.innerHTML = await response.text();
+  const html = response?.ok ? await response.text() : "";
+  if (asked !== config) return; // those of another config were asked for meanwhile
+  if (!html) return showRefusal(response);
+  dialog.innerHTML = html;
   kept = written();
   showState();
 }

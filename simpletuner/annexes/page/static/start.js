@@ -171,8 +171,8 @@ async function look(path, given = {}) {
 
 // The facts that depend on the model: its size, and which files are too small or too short for it.
 async function lookForModel() {
-  const mine = number, answer = await api("/api/start/look", { method: "POST", body: { folder, ...answers() } });
-  if (mine !== number || !answer.ok) return;
+  const mine = number, model = chosen("model"), answer = await api("/api/start/look", { method: "POST", body: { folder, ...answers() } });
+  if (mine !== number || model !== chosen("model") || !answer.ok) return;
   seen = answer.data;
   showFacts();
   showCaptions();
