@@ -92,7 +92,10 @@ def in_page_words(text: str) -> str:
 
 
 def loss_of(run: Run, status: Mapping[str, Any]) -> str:
-    """What is lost if an active run is cancelled now."""
+    """What is lost if an active run is cancelled now.
+
+    A run whose steps are short stops after one, which saves all of them.
+    """
     step = status["progress"]["current"]
     saved = saved_step(run)
     lost = step - saved
@@ -104,8 +107,8 @@ def loss_of(run: Run, status: Mapping[str, Any]) -> str:
         return "No step has been trained yet."
     since = f"checkpoint-{saved}" if saved else "the start"
     if lost == 1:
-        return f"Loses the one step since {since}."
-    return f"Loses the {lost:,} steps since {since}."
+        return f"The one step since {since} may be lost."
+    return f"The {lost:,} steps since {since} may be lost."
 
 
 def live_figures(progress: Mapping[str, Any], columns: Columns) -> Iterator[tuple[str, str]]:

@@ -202,8 +202,8 @@ def test_a_stopped_run_says_what_was_saved(
 @pytest.mark.parametrize(
     ("save", "loss"),
     [
-        (nothing_saved, "Loses the 3 steps since the start."),
-        (saved_at(2), "Loses the one step since checkpoint-2."),
+        (nothing_saved, "The 3 steps since the start may be lost."),
+        (saved_at(2), "The one step since checkpoint-2 may be lost."),
         (saved_at(3), "Nothing is lost: step 3 is saved."),
     ],
 )

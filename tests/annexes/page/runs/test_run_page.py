@@ -175,7 +175,7 @@ def test_cancel_asks_and_says_what_is_lost(page: Any, project: Workspace) -> Non
     press(page, "Cancel")
 
     dialog = page.get_by_role("dialog", name="Cancel this run?")
-    expect(dialog).to_contain_text("Loses the 3 steps since the start.")
+    expect(dialog).to_contain_text("The 3 steps since the start may be lost.")
     expect(dialog.get_by_role("button", name="Stop and save instead")).to_be_visible()
     press(page, "Go on training")
     expect(dialog).to_be_hidden()
