@@ -94,9 +94,10 @@ def test_one_mistake_is_one_problem(tmp_path: Path) -> None:
 
 def test_a_missing_id_is_reported_with_its_index(tmp_path: Path) -> None:
     _, problems = read(tmp_path, {"instance_data_dir": "x"}, {"id": "", "instance_data_dir": "y"})
+    needed = "is required. What messages and folders call this dataset; no other may have the same."
     assert problems == [
-        "data.json[0].id: is required. Unique name of the dataset.",
-        "data.json[1].id: is required. Unique name of the dataset.",
+        f"data.json[0].id: {needed}",
+        f"data.json[1].id: {needed}",
     ]
 
 

@@ -69,7 +69,7 @@ def test_slightly_slower_steps_are_not_reported() -> None:
     [
         ({"data": 1.2, "weights": 0.1}, "waiting for data"),
         ({"data": 0.01, "weights": 1.2}, "waiting for streamed weights"),
-        ({"data": 0.02, "weights": 0.1}, "cause: compute"),
+        ({"data": 0.02, "weights": 0.1}, "cause: another program uses the processor"),
     ],
 )
 def test_the_reason_is_the_part_that_slowed_down_most(slow: dict[str, float], reason: str) -> None:

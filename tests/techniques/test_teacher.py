@@ -375,7 +375,7 @@ def test_auto_caches_only_if_the_disk_has_room(
     capsys.readouterr()
     assert clips.run("plan") == 0
     message = capsys.readouterr().out
-    assert re.search(r"crepa_cache +off +\(chosen by crepa_cache auto\)", message)
+    assert re.search(r"chosen by crepa_cache auto\)\n +crepa_cache +off\n", message)
     assert "Cache of features" not in message
     assert "encoding features" not in message
 
