@@ -167,7 +167,7 @@ class Plot {
 
   frame(width, height, first, last, low, high) {
     const group = shape("g");
-    for (const value of this.logarithmic ? logTicks(low, high) : linearTicks(low, high, height / 45)) {
+    for (const value of this.logarithmic ? logTicks(low, high) : linearTicks(low, high, height / 36)) {
       const y = this.y(value);
       group.append(shape("line", { class: "rule", x1: MARGIN.left, x2: this.right, y1: y, y2: y }));
       group.append(shape("text", { x: MARGIN.left - 8, y: y + 4, "text-anchor": "end" }, readable(value)));

@@ -28,7 +28,9 @@ def test_every_page_is_served_and_its_links_lead_on(client: TestClient) -> None:
         assert "<h1" in page
         for link in re.findall(r'(?:href|src)="([^":]+)"', page):
             target = client.build_request("GET", address).url.join(link)
-            text = pages.get(target.path) or client.get(target.path).raise_for_status()
+            text = pages.get(target.path) or client.get(target.path).raise_for_status().text
+            if target.path == "/":
+                continue  # its anchors are places, which its script shows
             assert not target.fragment or f'id="{target.fragment}"' in text, f"{address}: {link}"
 
 

@@ -17,6 +17,7 @@ from simpletuner.annexes.page.runs.run_head import in_page_words
 from simpletuner.annexes.report import html
 from simpletuner.annexes.runs.run import Run
 from simpletuner.errors import counted
+from simpletuner.models.registry import FAMILIES
 from simpletuner.reporting.wording import about_text, size_text
 
 Document = Mapping[str, Any]
@@ -74,7 +75,8 @@ def problem_text(problem: Mapping[str, Any]) -> str:
 def plan_lines(document: Document) -> Iterator[str]:
     """What a plan trains, on which files, for how long and with how much memory."""
     model = document["model"]
-    yield f"{model['family']} {model['flavour']}, {model['type']}"
+    kind = "LoRA" if model["type"] == "lora" else "Full fine-tune"
+    yield f"{kind} on {FAMILIES[model['family']].title} {model['flavour']}"
     for dataset in document["datasets"]:
         if dataset["trained"]:
             yield f"{dataset['id']}: {dataset['used']:,} of {counted(dataset['files'], 'file')}"
@@ -85,9 +87,9 @@ def plan_lines(document: Document) -> Iterator[str]:
     yield time
     device = document["device"]
     peak = max(phase["device"] for phase in document["memory"])
-    memory = f"up to {size_text(round(peak))} of memory"
+    memory = f"up to {size_text(round(peak))}"
     if device["usable"] is not None:
         memory += f" of {size_text(round(device['usable']))}"
-    yield f"{memory} on {device['name']}"
+    yield f"{memory} of memory on {device['name']}"
     if model["download"]:
         yield f"{size_text(round(model['download']))} to download first"

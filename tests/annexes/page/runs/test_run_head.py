@@ -251,10 +251,10 @@ def test_plan_of_a_run_that_has_not_started_is_in_words() -> None:
 
     assert planned["verdict"] == "fits"
     assert planned["lines"] == [
-        "sanavideo 2b, lora",
+        "LoRA on Sana Video 2b",
         "clips: 10 of 12 files",
         "300 steps, about 60 minutes, of which previews 10 minutes",
-        "up to 18.0 GB of memory of 24.0 GB on RTX 4090",
+        "up to 18.0 GB of 24.0 GB of memory on RTX 4090",
         "2.0 GB to download first",
     ]
 
