@@ -29,6 +29,7 @@ from simpletuner.annexes.report.contact_sheet import PAGE as SHEET_PAGE
 from simpletuner.annexes.report.samples import SAMPLES_FOLDER, samples_in
 from simpletuner.annexes.report.sheet import SWEEP_FOLDER, Sheet, SheetCell, best_of
 from simpletuner.annexes.runs.run import Run
+from simpletuner.annexes.runs.state import ACTIVE
 from simpletuner.errors import UserError
 from simpletuner.reporting.wording import size_text
 
@@ -78,7 +79,22 @@ def result(run: Run) -> dict[str, Any]:
             values["strength"] = sheet.best_strength if sheet.best == step else 1.0
     choice = choice_of(run, str(step), ema=False)
     size = "" if choice.is_full else size_text(choice.path.stat().st_size)
-    return {**values, "step": step, "best": best is not None, "choice": choice, "size": size}
+    return {
+        **values,
+        "step": step,
+        "best": best is not None,
+        "choice": choice,
+        "size": size,
+        "is_wanted": is_wanted(run),
+    }
+
+
+def is_wanted(run: Run) -> bool:
+    """Whether the file is what one most likely wants: no run goes on, or could be continued."""
+    status = run.status()
+    if status["status"] == "completed":
+        return True
+    return status["status"] not in ACTIVE and not status["can"]["continue"]
 
 
 def samples(run: Run) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from simpletuner.reporting.events import (
     StateChanged,
 )
 from simpletuner.reporting.metrics import METRICS_FILE
-from tests.annexes.page.run_folder import RunFolder, every_run, write_checkpoint
+from tests.annexes.page.run_folder import RunFolder, State, every_run, write_checkpoint
 from tests.annexes.page.runs.test_runs import STEPS, own, tell
 
 FILLED = re.compile(r'class="(?:button )?primary"[^>]*>([^<]*)<')
@@ -360,3 +360,15 @@ def test_the_loss_is_told_in_the_numbers_of_the_report(page: TestClient, tmp_pat
     name = "Loss, first to last tenth"
     assert name in head
     assert dict(of_report)[name] in head
+
+
+@pytest.mark.parametrize("state", ["running", "interrupted", "stopped", "done"])
+def test_head_and_result_have_one_filled_button_together(
+    page: TestClient, tmp_path: Path, state: State
+) -> None:
+    folder = known(RunFolder(False, "checkpoint", False, state).write(tmp_path))
+
+    result = part(page, folder, "results").partition("</section>")[0]
+
+    assert "Use this" in result
+    assert len(FILLED.findall(part(page, folder, "head") + result)) == 1
