@@ -340,6 +340,16 @@ def test_the_readme_leads_to_every_page() -> None:
     assert pages <= set(re.findall(r"\]\(([^)#]+)", readme))
 
 
+def test_pictures_of_the_docs_are_small_and_shown() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    sizes = {path: path.stat().st_size for path in (ROOT / "docs" / "images").iterdir()}
+
+    assert {path.relative_to(ROOT).as_posix() for path in sizes} == set(
+        re.findall(r"!\[[^\]]+\]\(([^)]+)\)", readme)
+    )
+    assert max(sizes.values()) <= 150_000
+
+
 def drawn_tree() -> str:
     """The drawing of the tree in ARCHITECTURE.md."""
     page = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
