@@ -168,7 +168,7 @@ def test_files_and_captions_are_accessible(page: Any, workspace: Workspace) -> N
     workspace.path("datasets/pictures/p1.txt").unlink()
     go(page, "?config=config#dataset/files/pictures")
     dialog = page.get_by_role("dialog", name="pictures")
-    dialog.get_by_text("Change or write captions").click()
+    dialog.get_by_text("Change or write many captions").click()
     dialog.get_by_label("Find in all captions").fill("picture")
     dialog.get_by_role("button", name="Preview").click()
     dialog.get_by_role("button", name="Leave out p0.png").click()
