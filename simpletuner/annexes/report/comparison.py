@@ -121,7 +121,9 @@ class Shown:
 def build_table(sheet: Sheet, link: Link, shown: Shown = Shown()) -> CheckpointTable:
     """The table of a sheet."""
     steps = _steps_of(sheet, shown)
-    best = best_of(sheet.metrics, [step for step in steps if shown.has_weights(step)])
+    # Of all that can be used: none is marked if the best one has no column yet.
+    usable = steps if shown.usable is None else shown.usable
+    best = best_of(sheet.metrics, filter(shown.has_weights, usable))
     columns = [_column(sheet.metrics, step, best, shown) for step in steps]
     by_prompt: dict[object, list[SheetCell]] = {}
     for cell in sorted(sheet.cells, key=grid_order):

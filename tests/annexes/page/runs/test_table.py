@@ -213,6 +213,18 @@ def test_only_the_best_checkpoint_at_its_best_strength_is_marked(
     assert "the lowest held-out loss" in shown
 
 
+def test_no_cell_has_the_lowest_loss_if_the_result_has_a_lower_one(
+    page: TestClient, folder: Path
+) -> None:
+    measured(folder, {100: 0.5, 200: 0.45, 300: 0.4})
+    compared(folder, steps=(0, 100, 200))
+
+    shown = results(page, folder)
+
+    assert ": the lowest held-out loss" in shown
+    assert "lowest loss" not in shown
+
+
 @pytest.mark.parametrize(
     "losses",
     [
