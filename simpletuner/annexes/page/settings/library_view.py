@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -12,7 +13,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from simpletuner.annexes.captions.address import ADDRESS_VARIABLE
 from simpletuner.annexes.captions.library import Library
-from simpletuner.annexes.page.project import checked_value
+from simpletuner.annexes.page.project import checked_value, project_of
+from simpletuner.annexes.page.settings.files import shown
 from simpletuner.annexes.page.settings.library import open_dataset, written_file
 from simpletuner.annexes.page.settings.library_order import OF_CAPTIONS, ORDERS, in_order
 from simpletuner.annexes.report.html import render
@@ -90,6 +92,7 @@ def show_files(request: Request) -> Response:
         "page/settings/library.html.jinja",
         part="all",
         library=library,
+        folder=shown(project_of(request), Path(library.root)),
         files=library.show(names[view.size * (page - 1) : view.size * page]),
         view=view,
         orders=orders,

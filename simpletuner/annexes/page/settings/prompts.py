@@ -181,7 +181,7 @@ def other_prompts(library: PromptFile, content: Mapping[str, Any]) -> list[str]:
     validation = judgement.config.validation
     sentences = []
     if validation.validation_prompt:
-        sentences.append(f"Validation Prompt: “{validation.validation_prompt}”")
+        sentences.append(f"Preview Prompt: “{validation.validation_prompt}”")
     if validation.validation_prompt_library:
         sentences.append(f"the built-in list of {len(BUILT_IN)} prompts")
     omits_empty = validation.validation_disable_unconditional
