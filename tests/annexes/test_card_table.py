@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -215,6 +216,16 @@ def test_a_row_that_fits_only_smaller_says_what_the_usual_size_lacks() -> None:
     assert told.begin is not None
     assert told.begin.size.frames == 33
     assert "training at 768x512@61 needs " in told.lacking
+
+
+def test_a_row_without_a_smaller_size_says_what_the_usual_size_lacks() -> None:
+    row = row_of("Kandinsky 5 Image", "full")
+    usual = replace(row, sizes={row.usual: row.sizes[row.usual]})
+
+    told = answer(usual, card("4060"))
+
+    assert told.begin is None
+    assert told.lacking.startswith(f"training at {row.usual} needs ")
 
 
 @pytest.mark.parametrize("variable", ["SIMPLETUNER_ENV", "CONFIG_PATH"])

@@ -194,7 +194,7 @@ def answer(row: CardRow, asked: AskedDevice = HERE) -> Answer:
             largest, _ = _largest_fit(row, row.tried[:usual], asked)
         return Answer(row, begin, largest, "", download)
     smaller, lacking = _largest_fit(row, row.tried[usual + 1 :], asked)
-    if smaller is not None or not lacking:
+    if not lacking:  # a smaller size fits, or there is none
         lacking = _lacking(budget)
     return Answer(row, smaller, None, lacking, download)
 

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,23 @@ def test_every_ended_run_is_archived_brought_back_and_deleted(tmp_path: Path) ->
         page.post("delete", archived, confirmed=Contents.of(archived).digest)
         assert not archived.exists(), kind.name
         assert run_id(archived) not in page.listed(), kind.name
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_lock"),
+    [
+        (replace(DONE, state="interrupted"), True),  # killed: its lock says since when
+        (DONE, False),
+    ],
+)
+def test_archiving_leaves_the_lock_of_a_killed_run_and_none_of_its_own(
+    page: Page, kind: RunFolder, has_lock: bool
+) -> None:
+    folder = kind.write(page.folder / "output")
+
+    archived = page.archive(folder)
+
+    assert (archived / LOCK_FILE).exists() is has_lock
 
 
 def test_deletion_names_what_is_lost_first(page: Page, output: Path) -> None:

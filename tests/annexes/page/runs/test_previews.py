@@ -61,6 +61,12 @@ def test_a_finished_run_shows_its_previews_beside_the_untrained_model(
     assert large(previews(page, folder, "beside=none")) == ["4"]
 
 
+def test_the_step_to_compare_with_is_not_beside_itself(page: TestClient, tmp_path: Path) -> None:
+    folder = write(tmp_path, rounds=5, state="done")
+
+    assert large(previews(page, folder, "step=2&beside=2")) == ["2"]
+
+
 def test_two_thousand_previews_are_one_slider_and_small_answers(
     page: TestClient, tmp_path: Path
 ) -> None:

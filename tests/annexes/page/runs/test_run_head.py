@@ -18,7 +18,7 @@ from simpletuner.annexes.fitting.ready import CONSENT
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.runs.control import run_id
 from simpletuner.annexes.page.runs.planned import outline
-from simpletuner.annexes.page.runs.run_head import answers_of
+from simpletuner.annexes.page.runs.run_head import answers_of, head
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads
 from simpletuner.annexes.report.report import facts
@@ -226,6 +226,26 @@ def test_cancel_before_the_first_step_loses_no_step(page: TestClient, tmp_path: 
     own(folder)
 
     assert 'data-loss="No step has been trained yet."' in part(page, folder, "head")
+
+
+@pytest.mark.parametrize(
+    ("state", "status"),
+    [
+        ("running", "running"),  # whose status has no message
+        ("done", "broken"),  # whose status names the line already
+    ],
+)
+def test_a_damaged_record_is_named_once(
+    page: TestClient, tmp_path: Path, state: State, status: str
+) -> None:
+    folder = RunFolder(False, "result", False, state).write(tmp_path)
+    with (folder / METRICS_FILE).open("a") as record:
+        record.write("not a row\n")
+
+    shown = head(Run("run", folder))
+
+    assert shown["status"]["status"] == status
+    assert shown["reason"].count(METRICS_FILE) == 1
 
 
 def test_a_warning_is_not_taken_for_the_answer_to_a_request(tmp_path: Path) -> None:

@@ -12,24 +12,27 @@ from dataclasses import asdict, replace
 from html import unescape
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 from safetensors.numpy import save
 from starlette.testclient import TestClient
 
-from simpletuner.annexes.adapters.convert import convert
+from simpletuner.annexes.adapters.convert import MAGNITUDES_STAY, convert
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.runs.control import run_id
 from simpletuner.annexes.page.runs.stars import STARS_FILE
+from simpletuner.annexes.page.runs.table import untrained_beside
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.payloads import EVENTS_FILE
-from simpletuner.annexes.report.sheet import OWNER, SheetCell
+from simpletuner.annexes.report.comparison import build_table
+from simpletuner.annexes.report.sheet import OWNER, Sheet, SheetCell
 from simpletuner.headers import with_metadata
 from simpletuner.planning.checkpoint_folder import Manifest, describe_files, write_manifest
 from simpletuner.planning.lock import this_process
-from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, MediaRecord
-from simpletuner.weights.lora_names import LORA_FILE, METADATA_KEY, STEP_NOTE
+from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, REPORT_FILE, MediaRecord
+from simpletuner.weights.lora_names import LORA_FILE, MAGNITUDE, METADATA_KEY, STEP_NOTE
 from tests.annexes.page.page import opened
 from tests.annexes.page.run_folder import IDENTITY, RunFolder, write_picture
 
@@ -56,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
     return folder.resolve()
 
 
-def write_lora(folder: Path, step: int) -> None:
+def write_lora(folder: Path, step: int, *, is_dora: bool = False) -> None:
     """Write a LoRA of one layer, whose values follow from its step."""
     import numpy as np
 
@@ -65,6 +68,8 @@ def write_lora(folder: Path, step: int) -> None:
         f"{LAYER}.lora_A.weight": generator.standard_normal((4, 8), np.float32),
         f"{LAYER}.lora_B.weight": generator.standard_normal((8, 4), np.float32),
     }
+    if is_dora:
+        weights[f"{LAYER}{MAGNITUDE}"] = generator.standard_normal(8, np.float32)
     notes = {
         STEP_NOTE: str(step),
         "modelspec.architecture": "kandinsky5-image/t2i-lite-sft/lora",
@@ -261,6 +266,35 @@ def test_comparison_of_an_earlier_version_has_its_strengths(page: TestClient, fo
     assert re.findall(r'data-name="(.*?)"', shown) == ["prompt0", "prompt0"]
 
 
+def test_only_prompts_without_an_untrained_cell_take_that_of_the_previews() -> None:
+    untrained = SheetCell(0, "dog", "a dog", "sweep/0.png", 8, 8, strength=0.0)
+    cells = [
+        SheetCell(100, "cat", "a cat", "sweep/1.png", 8, 8),
+        SheetCell(100, "dog", "a dog", "sweep/2.png", 8, 8),
+        untrained,
+    ]
+    previews = [
+        SheetCell(step, name, f"a {name}", f"{name}-{step}.png", 8, 8)
+        for name in ("cat", "dog", "owl")
+        for step in (0, 100)
+    ]
+
+    added = untrained_beside(cells, previews)
+
+    assert [cell.path for cell in added] == ["cat-0.png"]
+
+
+def test_of_too_many_cells_whole_prompts_are_left_out_and_counted(folder: Path) -> None:
+    cells = compared(folder, steps=(100, 200), prompts=("a cat", "a dog", "an owl"))
+    sheet = Sheet.of_run(folder)
+
+    with patch("simpletuner.annexes.report.comparison.MOST_CELLS", 2 * len(cells) // 3):
+        shown = build_table(sheet, lambda cell: cell.path)
+
+    assert [rows.prompt for rows in shown.prompts] == ["a cat", "a dog"]
+    assert shown.hidden == 1
+
+
 def test_planned_cells_say_that_they_are_being_rendered(page: TestClient, folder: Path) -> None:
     cells = compared(folder, rendered=False)
     for cell in cells[:3]:
@@ -358,6 +392,36 @@ def test_panel_shows_the_command_and_the_program_with_the_strength(
     assert 'pipe.set_adapters("chosen", 0.75)' in shown
 
 
+def test_strength_is_left_out_of_the_file_of_a_dora(page: TestClient, folder: Path) -> None:
+    write_lora(folder, 300, is_dora=True)
+
+    shown = uses(page, folder, strength=0.75)
+
+    addresses = [link for link in re.findall(r'href="(.*?)"', shown) if "/download/" in link]
+    assert addresses
+    assert not [link for link in addresses if "strength" in link]
+    assert MAGNITUDES_STAY in shown
+
+
+@pytest.mark.parametrize(
+    ("step", "has_program"),
+    [
+        ("", True),
+        ("200", False),  # its weights are elsewhere
+    ],
+)
+def test_program_that_loads_no_lora_is_only_for_the_result(
+    page: TestClient, folder: Path, step: str, has_program: bool
+) -> None:
+    program = 'pipe = load("output/cats")'
+    report = f'<div class="snippet"><button>Copy</button><pre>{program}</pre>'
+    (folder / REPORT_FILE).write_text(report)
+
+    shown = uses(page, folder, step=step)
+
+    assert (program in shown) is has_program
+
+
 def test_strength_can_be_left_out_of_the_file(page: TestClient, folder: Path) -> None:
     shown = uses(page, folder, step=200, strength=0.75, built_in=0)
 
@@ -430,6 +494,17 @@ def test_two_tabs_that_star_keep_each_others_stars(page: TestClient, folder: Pat
     assert all(answer.status_code == 200 for answer in answers)
     stars = json.loads((folder / STARS_FILE).read_text())
     assert sorted(each["step"] for each in stars) == list(range(1, 41))
+
+
+def test_a_file_with_the_most_stars_takes_no_more_and_says_so(
+    page: TestClient, folder: Path
+) -> None:
+    with patch("simpletuner.annexes.page.runs.stars.MOST_STARS", 2):
+        answers = [star(page, folder, step=step) for step in (1, 2, 3)]
+
+    assert [answer.is_success for answer in answers] == [True, True, False]
+    assert "already has 2 stars; take some back first." in answers[-1].text
+    assert len(json.loads((folder / STARS_FILE).read_text())) == 2
 
 
 def test_star_does_not_bring_back_a_deleted_folder(page: TestClient, folder: Path) -> None:
