@@ -281,7 +281,15 @@ def _move(path: Path, target: Path) -> None:
 def continuation(output_dir: Path, checkpoint: Checkpoint) -> str:
     """A text: the step from which a run continues, and how many steps are trained again."""
     text = f"continues from step {checkpoint.step}"
-    repeated = last_recorded_step(output_dir / METRICS_FILE) - checkpoint.step
-    if repeated > 0 and find_branch(output_dir, checkpoint) is None:
+    repeated = steps_again(output_dir, checkpoint)
+    if repeated:
         text += f"; {counted(repeated, 'step is', 'steps are')} trained again"
     return text
+
+
+def steps_again(output_dir: Path, checkpoint: Checkpoint) -> int:
+    """How many steps a run trains again that continues from a checkpoint; none in a branch."""
+    repeated = last_recorded_step(output_dir / METRICS_FILE) - checkpoint.step
+    if repeated <= 0 or find_branch(output_dir, checkpoint) is not None:
+        return 0
+    return repeated

@@ -43,16 +43,21 @@ def duration_text(seconds: float) -> str:
 
 def about_text(seconds: float) -> str:
     """An estimated duration in words: `20 s`, `1 minute`, `1.5 hours`, `3 days`."""
+    amount, unit = about_amount(seconds)
+    return f"{amount} {unit}" if amount != "1" else f"1 {unit.removesuffix('s') or unit}"
+
+
+def about_amount(seconds: float) -> tuple[str, str]:
+    """An estimated duration as a number and its unit: `s`, `minutes`, `hours` or `days`."""
     if seconds < 12:
-        return f"{max(1, round(seconds))} s"
+        return f"{max(1, round(seconds))}", "s"
     if seconds < 57:
-        return f"{5 * round(seconds / 5)} s"
+        return f"{5 * round(seconds / 5)}", "s"
     if seconds < 90 * 60:
-        minutes = max(1, round(seconds / 60))
-        return "1 minute" if minutes == 1 else f"{minutes} minutes"
+        return f"{max(1, round(seconds / 60))}", "minutes"
     if seconds < 48 * 3600:
-        return f"{seconds / 3600:.2g} hours"
-    return f"{seconds / 86400:.0f} days"
+        return f"{seconds / 3600:.2g}", "hours"
+    return f"{seconds / 86400:.0f}", "days"
 
 
 def amount_text(count: int, unit: str) -> str:

@@ -60,6 +60,7 @@ from simpletuner.annexes.page.settings import (
     library_view,
     prompts,
 )
+from simpletuner.annexes.page.speaking import Speaking
 from simpletuner.annexes.report.html import FOLDER as REPORT
 from simpletuner.errors import ConfigError, DiskFullError, UserError, reached_limit
 from simpletuner.reporting.events import EventStream
@@ -100,6 +101,7 @@ CALLBACK_ROUTES = [json_route("/callback", live.post_event)]
 PAGE_ROUTES = [
     Route("/", form.page),
     Route("/settings", form.settings),
+    Route("/new", start_card.show_new),
     Route("/tabs/{tab}", form.tab),
     Route("/api/fields/tabs", form.field_tabs),
     Route("/api/fields/metadata", form.field_metadata),
@@ -200,7 +202,7 @@ def create_app(
     gzip = Middleware(GZipMiddleware, compresslevel=9, exclude_content_types=UNCOMPRESSED)
     app = Starlette(
         routes=routes,
-        middleware=[gzip],
+        middleware=[gzip, Middleware(Speaking)],
         exception_handlers={UserError: refused, OSError: refused, HTTPException: refused},
         lifespan=serving_queue if serves_queue else None,
     )

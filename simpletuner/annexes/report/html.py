@@ -25,6 +25,7 @@ from markupsafe import Markup, escape
 from PIL import Image
 
 from simpletuner.annexes.figures import BARS, Columns, Point, RunningMean, evaluation_names
+from simpletuner.annexes.languages.say import say, say_counted, spoken
 from simpletuner.config.schema import NOISE_LEVELS
 from simpletuner.reporting.metrics import EVALUATED, MIME, VIDEO_MIME, MediaRecord
 from simpletuner.reporting.step_figures import FIGURES
@@ -48,7 +49,8 @@ def render(template: str, **values: object) -> str:
         values: values for the template, including `scripts` and `refresh` of the page.
     """
     page = _environment().get_template(template)
-    return encodable(page.render(values, policy=POLICY, now=datetime.now().astimezone()))
+    now = datetime.now().astimezone()
+    return encodable(page.render(values, policy=POLICY, now=now, language=spoken()))
 
 
 def encodable(text: str) -> str:
@@ -142,6 +144,8 @@ def _environment() -> Environment:
     environment.filters["grouped"] = "{:,}".format
     environment.filters["with_code"] = with_code
     environment.filters["clock"] = clock_text
+    environment.globals["say"] = say
+    environment.globals["say_counted"] = say_counted
     environment.globals["resource"] = lambda name: Markup(loader.get_source(environment, name)[0])
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return environment

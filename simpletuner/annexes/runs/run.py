@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from simpletuner.annexes.languages.say import say
 from simpletuner.annexes.payloads import EVENTS_FILE
 from simpletuner.annexes.runs.folder import RunFolder, as_text
 from simpletuner.annexes.runs.history import RunHistory
@@ -81,9 +82,9 @@ class Run(RunFolder):
             "stages": {},
             "config": {"name": self.written_by, "output_dir": as_text(self.folder)},
             "message": "",
-            "label": LABELS["idle"],
+            "label": say(LABELS["idle"]),
             "stage": "",
-            "sentence": NOT_STARTED,
+            "sentence": say(NOT_STARTED),
             "notice": "",
             "can": dict.fromkeys(BUTTONS, False) | {"cancel": self.pid is not None},
             "asked": [],
@@ -94,7 +95,7 @@ class Run(RunFolder):
             json.dumps(status, allow_nan=False, ensure_ascii=False).encode()
         except Exception as error:  # noqa: BLE001 - damaged files may raise any error
             message = redact(str(error) or type(error).__name__)
-            named = {"label": LABELS["broken"], "sentence": "Its files are damaged."}
+            named = {"label": say(LABELS["broken"]), "sentence": say("Its files are damaged.")}
             return blank | {"status": "broken", "message": message, **named}
         return status
 
@@ -111,14 +112,14 @@ class Run(RunFolder):
             status = "broken"
             message = "\n".join(filter(None, (damage, message)))
         is_paused = is_active and self._is_paused()
-        idle = PAUSED if is_paused else self._why_idle(status, history)
+        idle = say(PAUSED) if is_paused else self._why_idle(status, history)
         goes_on = status == "running" and not idle
         progress = advanced(blank["progress"] | history.progress, last, goes_on=goes_on)
         in_loop = status == "running" and history.status == "running"
         asked = requested(self.folder / FOLDER) if in_loop else []
         notice = idle
         if not idle and "stop" in asked:
-            notice = "Stops after this step and its previews."
+            notice = say("Stops after this step and its previews.")
         message = notice or redact(message)
         can = dict(blank["can"])
         can |= self._requests(history, progress, asked, in_loop=in_loop, is_active=is_active)
@@ -166,7 +167,7 @@ class Run(RunFolder):
         seconds_per_step = history.progress.get("metrics", {}).get("seconds_per_step") or 0.0
         if silence <= max(QUIET, 3 * seconds_per_step):
             return ""
-        return f"No events for {clock_text(silence)}. Its process is alive."
+        return say("No events for {time}. Its process is alive.", time=clock_text(silence))
 
     def _is_paused(self) -> bool:
         """Whether the process was stopped from outside, and so waits for SIGCONT."""
@@ -187,25 +188,25 @@ class Run(RunFolder):
         is_paused: bool,
     ) -> dict[str, str]:
         """The state, the stage and the sentence about them, for people."""
-        label = LABELS[status]
+        label = say(LABELS[status])
         if status in ACTIVE:
             now = self.now(status, history, progress)
             if is_paused:
-                return {"label": "paused", "stage": now.stage, "sentence": message}
+                return {"label": say("paused"), "stage": now.stage, "sentence": message}
             sentence = now.sentence
             if self.host:
-                sentence = f"On {self.host}: {sentence}"
+                sentence = say("On {host}: {sentence}", host=self.host, sentence=sentence)
             return {"label": label, "stage": now.stage, "sentence": sentence}
         step = progress["current"]
         if status == "cancelled" and step and saved_step(self) >= step:
-            label = f"stopped at {step:,}, can continue"
+            label = say("stopped at {step}, can continue", step=f"{step:,}")
         sentence = message.partition("\n")[0]
         if status == "completed":
             sentence = finished(step, history, self.verified)
         elif status == "error":
             sentence = failed(step)
         elif status == "idle":
-            sentence = NOT_STARTED
+            sentence = say(NOT_STARTED)
         return {"label": label, "stage": "", "sentence": sentence}
 
     @property

@@ -1,4 +1,4 @@
-"""What a run does now, or how it ended, in one sentence and in a few words."""
+"""What a run does now, or how it ended, in one sentence and in a few words, in any language."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from simpletuner.annexes.languages.say import say, say_counted, say_duration, say_label
 from simpletuner.annexes.runs.history import RunHistory, StageTurn
 from simpletuner.annexes.runs.state import Status
-from simpletuner.errors import counted
-from simpletuner.reporting.wording import about_text, clock_text
+from simpletuner.reporting.wording import clock_text
 
-# Words for states on the page; the page of `GET /api/training/status` has the names.
+# Words for states on the page, in English; `GET /api/training/status` has the names.
 LABELS: Mapping[Status, str] = {
     "idle": "not started",
     "starting": "starting",
@@ -25,6 +25,11 @@ LABELS: Mapping[Status, str] = {
 NOT_STARTED = "Not started yet."
 # Stages whose label in the terminal says more to programmers than to users.
 STAGES = {"init_torch": "Loading PyTorch", "init_load_base_model": "Loading the model"}
+# What is known of the result of a finished run, by what was verified.
+VERIFIED = {
+    "file": "The file loads in diffusers.",
+    "pipeline": "The pipeline loads in diffusers.",
+}
 # Rounds of previews: of the untrained model, along the way and of the result.
 PREVIEW_STAGES = {"benchmark_base_model", "validation", "final_validation"}
 # Seconds after which a stage without a count shows how long it has run.
@@ -56,12 +61,11 @@ def preparing(history: RunHistory, since: float, clock: float) -> Now:
     """
     turn = running_turn(history)
     if turn is not None:
-        text = f"{stage_text(turn, history, clock)}."
-        return Now(stage_name(turn), text, turn.done, turn.total)
-    stage = "Preparing the training"
+        return Now(stage_name(turn), stage_sentence(turn, history, clock), turn.done, turn.total)
+    stage = say("Preparing the training")
     if not history.id:
-        stage = "Checking the settings and the files"
-    return Now(stage, f"{stage}{elapsed_text(since, clock)}.")
+        stage = say("Checking the settings and the files")
+    return Now(stage, lasting(stage, since, clock))
 
 
 def training(history: RunHistory, progress: Mapping[str, Any], clock: float) -> Now:
@@ -79,12 +83,14 @@ def training(history: RunHistory, progress: Mapping[str, Any], clock: float) -> 
     if turn is not None:
         return _between_steps(turn, history, progress, clock)
     if total is not None and step >= total:
-        stage = "Saving and checking the result"
-        return Now(stage, f"{stage}{elapsed_text(history.at, clock)}.", step, total)
-    if progress["eta_seconds"] is None:
-        return Now("Training", f"Training, {steps_text(progress)}.", step, total)
-    left = left_text(time_left(history, progress, clock))
-    return Now("Training", f"Training, {steps_text(progress)}, {left}.", step, total)
+        stage = say("Saving and checking the result")
+        return Now(stage, lasting(stage, history.at, clock), step, total)
+    steps = steps_text(progress)
+    sentence = say("Training, {steps}.", steps=steps)
+    if progress["eta_seconds"] is not None:
+        left = left_text(time_left(history, progress, clock))
+        sentence = say("Training, {steps}, {left}.", steps=steps, left=left)
+    return Now(say("Training"), sentence, step, total)
 
 
 def _between_steps(
@@ -93,29 +99,36 @@ def _between_steps(
     """What a run does while a stage interrupts its steps, and what follows."""
     step = progress["current"]
     total = progress["total"]
-    sentence = f"{stage_text(turn, history, clock)}."
+    now = stage_sentence(turn, history, clock)
     if total is not None and step >= total:
-        return Now(stage_name(turn), f"Finishing. {sentence}", step, total)
-    rest = steps_text(progress)
+        return Now(stage_name(turn), say("Finishing. {now}", now=now), step, total)
+    steps = steps_text(progress)
+    sentence = say("{now} Then training goes on: {steps}.", now=now, steps=steps)
     if progress["eta_seconds"] is not None:
-        rest += f", {left_text(time_left(history, progress, clock))} in all"
-    return Now(stage_name(turn), f"{sentence} Then training goes on: {rest}.", step, total)
+        left = left_text(time_left(history, progress, clock))
+        sentence = say(
+            "{now} Then training goes on: {steps}, {left} in all.", now=now, steps=steps, left=left
+        )
+    return Now(stage_name(turn), sentence, step, total)
 
 
 def _stopping(
     turn: StageTurn | None, history: RunHistory, progress: Mapping[str, Any], clock: float
 ) -> Now:
     """What a run still does that was asked to stop."""
-    rest = f"{stage_text(turn, history, clock)}." if turn else "The last step is being saved."
-    return Now("Stopping", f"Stopping. {rest}", progress["current"], progress["total"])
+    now = say("The last step is being saved.")
+    if turn is not None:
+        now = stage_sentence(turn, history, clock)
+    sentence = say("Stopping. {now}", now=now)
+    return Now(say("Stopping"), sentence, progress["current"], progress["total"])
 
 
 def steps_text(progress: Mapping[str, Any]) -> str:
     """`step 120 of 300`"""
-    text = f"step {progress['current']:,}"
-    if progress["total"]:
-        text += f" of {progress['total']:,}"
-    return text
+    step = f"{progress['current']:,}"
+    if not progress["total"]:
+        return say("step {step}", step=step)
+    return say("step {step} of {total}", step=step, total=f"{progress['total']:,}")
 
 
 def running_turn(history: RunHistory) -> StageTurn | None:
@@ -126,17 +139,19 @@ def running_turn(history: RunHistory) -> StageTurn | None:
 
 def stage_name(turn: StageTurn) -> str:
     """A stage in the words of the page."""
-    return STAGES.get(turn.key, turn.label)
+    return say_label(STAGES.get(turn.key, turn.label))
 
 
-def stage_text(turn: StageTurn, history: RunHistory, clock: float) -> str:
-    """`Rendering previews at step 100: 4 of 6, about 20 s left`"""
-    text = stage_name(turn)
+def stage_sentence(turn: StageTurn, history: RunHistory, clock: float) -> str:
+    """`Rendering previews at step 100: 4 of 6, about 20 s left.`"""
+    stage = stage_name(turn)
     if not turn.total:
-        return text + elapsed_text(turn.began, clock)
-    text += f": {turn.done:,} of {turn.total:,}"
+        return lasting(stage, turn.began, clock)
+    counts = {"stage": stage, "done": f"{turn.done:,}", "total": f"{turn.total:,}"}
     left = stage_left(history, turn, clock)
-    return text if left is None else f"{text}, {left_text(left)}"
+    if left is None:
+        return say("{stage}: {done} of {total}.", **counts)
+    return say("{stage}: {done} of {total}, {left}.", **counts, left=left_text(left))
 
 
 def stage_left(history: RunHistory, turn: StageTurn, clock: float) -> float | None:
@@ -175,14 +190,16 @@ def elapsed(moment: float, clock: float) -> float:
 def left_text(seconds: float) -> str:
     """`about 20 s left`, `a few seconds left`"""
     if seconds < 8:
-        return "a few seconds left"
-    return f"about {about_text(seconds)} left"
+        return say("a few seconds left")
+    return say("about {time} left", time=say_duration(seconds))
 
 
-def elapsed_text(since: float, clock: float) -> str:
-    """`, for 12 s`; empty for a stage that has just begun."""
+def lasting(stage: str, since: float, clock: float) -> str:
+    """`Loading the model, for 12 s.`; without the time for a stage that has just begun."""
     seconds = elapsed(since, clock) if since else 0.0
-    return f", for {about_text(seconds)}" if seconds >= PATIENCE else ""
+    if seconds < PATIENCE:
+        return say("{stage}.", stage=stage)
+    return say("{stage}, for {time}.", stage=stage, time=say_duration(seconds))
 
 
 def finished(steps: int, history: RunHistory, file: str) -> str:
@@ -191,14 +208,19 @@ def finished(steps: int, history: RunHistory, file: str) -> str:
     Args:
         file: what was verified: `file`, `pipeline`, or empty if it is gone.
     """
-    time = ""
+    text = say_counted(steps, "Finished: {count} step.", "Finished: {count} steps.")
     # Of a run of several sessions, the events have only the last one.
     if history.began and history.start_step == 0:
-        time = f" in {clock_text(history.at - history.began)}"
-    text = f"Finished: {counted(steps, 'step')}{time}."
-    return f"{text} The {file} loads in diffusers." if file else text
+        time = clock_text(history.at - history.began)
+        one, several = "Finished: {count} step in {time}.", "Finished: {count} steps in {time}."
+        text = say_counted(steps, one, several, time=time)
+    if file not in VERIFIED:
+        return text
+    return say("{first} {second}", first=text, second=say(VERIFIED[file]))
 
 
 def failed(step: int) -> str:
     """Where a run has failed; its message says why."""
-    return f"Failed after step {step:,}." if step else "Failed before the first step."
+    if not step:
+        return say("Failed before the first step.")
+    return say("Failed after step {step}.", step=f"{step:,}")

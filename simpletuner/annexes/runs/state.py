@@ -23,12 +23,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from simpletuner.annexes.languages.say import say, say_counted
 from simpletuner.annexes.runs.console import INTERRUPTED, last_message
 from simpletuner.annexes.runs.folder import RunFolder
 from simpletuner.annexes.runs.history import RunHistory
 from simpletuner.annexes.runs.log_files import last_step
-from simpletuner.planning.checkpoint_folder import find_checkpoints, result_step
-from simpletuner.planning.lineage import continuation
+from simpletuner.planning.checkpoint_folder import Checkpoint, find_checkpoints, result_step
+from simpletuner.planning.lineage import steps_again
 from simpletuner.planning.lock import Owner
 from simpletuner.reporting.metrics import METRICS_FILE
 from simpletuner.reporting.wording import clock_text
@@ -121,7 +122,7 @@ def _unreported_end(folder: RunFolder, last_lines: str, *, was_at_work: bool) ->
     if not step:
         return "idle", ""
     if step == (result_step(folder.folder, "lora") or result_step(folder.folder, "full")):
-        return "completed", f"{step:,} steps are done."
+        return "completed", say_counted(step, "{count} step is done.", "{count} steps are done.")
     return "cancelled", describe_stop(folder, "Stopped")
 
 
@@ -140,22 +141,36 @@ def saved_step(folder: RunFolder) -> int:
 def describe_stop(folder: RunFolder, how: str = "Cancelled") -> str:
     """Where a run was stopped or cancelled, and what was saved of it."""
     step = reached_step(folder)
+    how = say(how)
     if not step:
-        return f"{how} before the first step."
+        return say("{how} before the first step.", how=how)
+    number = f"{step:,}"
     checkpoints = find_checkpoints(folder.folder)[0]
     if not checkpoints:
-        return f"{how} at step {step:,}; nothing was saved."
+        return say("{how} at step {step}; nothing was saved.", how=how, step=number)
     if checkpoints[-1].step >= step:
-        return f"Stopped at step {step:,}; it can continue."
-    return f"{how} at step {step:,}. It {continuation(folder.folder, checkpoints[-1])}."
+        return say("Stopped at step {step}; it can continue.", step=number)
+    onward = describe_continuation(folder, checkpoints[-1])
+    return say("{how} at step {step}. {onward}", how=how, step=number, onward=onward)
+
+
+def describe_continuation(folder: RunFolder, checkpoint: Checkpoint) -> str:
+    """From which step a run continues, and how many steps are trained again."""
+    start = f"{checkpoint.step:,}"
+    repeated = steps_again(folder.folder, checkpoint)
+    if not repeated:
+        return say("It continues from step {step}.", step=start)
+    one = "It continues from step {step}; {count} step is trained again."
+    several = "It continues from step {step}; {count} steps are trained again."
+    return say_counted(repeated, one, several, step=start)
 
 
 def _describe_interruption(folder: RunFolder, step: int) -> str:
     """How far an interrupted run got, and where it continues."""
     if not step:
-        return "Ended unexpectedly before the first step."
+        return say("Ended unexpectedly before the first step.")
     checkpoints = find_checkpoints(folder.folder)[0]
-    restart = "Without a checkpoint, it starts over"
+    onward = say("Without a checkpoint, it starts over.")
     if checkpoints:
-        restart = f"It {continuation(folder.folder, checkpoints[-1])}"
-    return f"Ended unexpectedly at step {step:,}. {restart}."
+        onward = describe_continuation(folder, checkpoints[-1])
+    return say("Ended unexpectedly at step {step}. {onward}", step=f"{step:,}", onward=onward)

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.runs.control import run_id
 from simpletuner.annexes.page.serve import create_app
-from tests.annexes.page.page import go, serving
+from tests.annexes.page.page import serving
 from tests.annexes.page.runs.test_runs import STEPS, own, tell
 from tests.tools.processes import PATIENCE
 from tests.tools.workspace import Workspace
@@ -78,7 +78,7 @@ def test_the_first_visit_takes_sixty_kilobytes(
     sizes: dict[str, float] = {}
     with (
         serving(workspace.folder.resolve()) as (port, _),
-        browser.browser.new_context() as context,
+        browser.browser.new_context(locale="hi") as context,  # the longest texts
     ):  # with nothing in its cache
         page = context.new_page()
         session = context.new_cdp_session(page)
@@ -102,7 +102,7 @@ def test_the_first_visit_takes_sixty_kilobytes(
         assert {"/", "/static/app.js", "/static/run.js", "/runs"} <= sizes.keys()
         assert first < 60_000, sizes
         assert "/settings" not in sizes, "is loaded when it is first shown"
-        go(page, "Settings")
+        page.locator(".places [data-place=settings]").click()
         sync_api.expect(page.locator("#verdict")).to_have_text("fits")
     # The plan and the list of configs included.
     assert {"/settings", "/api/plan", "/api/training/validate"} <= sizes.keys()

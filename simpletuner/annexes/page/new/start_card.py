@@ -7,7 +7,6 @@ is written only when all questions are answered.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,10 +17,11 @@ from typing import Any
 from anyio import from_thread
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from simpletuner.annexes.captions.editing import BACKUP
 from simpletuner.annexes.guide import examples_by_group
+from simpletuner.annexes.languages.say import words_of_scripts
 from simpletuner.annexes.page.new.drop_folder import (
     FOLDER,
     UNNAMED,
@@ -45,6 +45,7 @@ from simpletuner.annexes.page.project import Project, Refusal, project_of, read_
 from simpletuner.annexes.page.runs import control
 from simpletuner.annexes.page.runs.control import DISCONNECTED
 from simpletuner.annexes.page.settings import files
+from simpletuner.annexes.report.html import render
 from simpletuner.annexes.start.left_out import LeftOut, find_left_out
 from simpletuner.annexes.start.media_folder import (
     EXCLUDED,
@@ -71,44 +72,25 @@ from simpletuner.errors import Problem, UserError, counted, not_one_of
 IDLE_SECONDS = 30.0  # timeout without data; an upload may take hours
 LARGEST_SIZE = 2048  # resolution that the card can ask for
 MOST_SKIPPED = 20  # skipped files that are listed
-# Translations of the card's texts, by language and English text.
-LANGUAGES = Path(__file__).parents[1] / "static" / "languages.json"
 
 
-def card_content(accepted: str) -> dict[str, Any]:
-    """Template values of the empty card, in the browser's first language that has a translation."""
-    tables = json.loads(LANGUAGES.read_text(encoding="utf-8"))
-    language = choose_language(accepted, {*tables, "en"})
-    words = tables.get(language, {})
-
-    def say(text: str, **values: object) -> str:
-        return words.get(text, text).format(**values)
-
+def show_new(request: Request) -> Response:
+    """The place "New", with the empty card."""
     limits = {
         "suffixes": sorted({*USED, ZIP}),
         "unread": sorted(UNREAD_PICTURES | UNREAD_CLIPS),
         "files": MOST_FILES,
         "bytes": LARGEST_FILE,
     }
-    return {
-        "language": language,
-        "words": words,
-        "say": say,
-        "limits": limits,
-        "trigger": TRIGGER,
-        "examples": examples_by_group(),
-        "cards": CARD_NAMES,
-    }
-
-
-def choose_language(accepted: str, languages: set[str]) -> str:
-    """The first language of an `Accept-Language` header that is available; else English."""
-    for wish in accepted.split(","):
-        tag = wish.partition(";")[0]  # without its weight, as in `de-CH;q=0.9`
-        language = tag.partition("-")[0].strip().lower()
-        if language in languages:
-            return language
-    return "en"
+    html = render(
+        "page/new/start.html.jinja",
+        words=words_of_scripts("start"),
+        limits=limits,
+        trigger=TRIGGER,
+        examples=examples_by_group(),
+        cards=CARD_NAMES,
+    )
+    return HTMLResponse(html)
 
 
 def look(request: Request, body: dict[str, Any]) -> Response:

@@ -8,14 +8,15 @@ from typing import Any
 
 from simpletuner.annexes.figures import Columns, course_of_loss, evaluation_points, is_number
 from simpletuner.annexes.fitting.ready import CONSENT
+from simpletuner.annexes.languages.say import say, say_counted
 from simpletuner.annexes.page.runs.control import CONSENT_ON_PAGE
 from simpletuner.annexes.report.html import hours_of
 from simpletuner.annexes.runs.history import STOPS_LATER, StageTurn
 from simpletuner.annexes.runs.log_files import record_in
 from simpletuner.annexes.runs.run import Run
-from simpletuner.annexes.runs.sentence import STAGES
+from simpletuner.annexes.runs.sentence import stage_name
 from simpletuner.annexes.runs.state import ACTIVE, saved_step
-from simpletuner.errors import UserError, counted
+from simpletuner.errors import UserError
 from simpletuner.planning.checkpoint_folder import find_checkpoints
 from simpletuner.reporting.metrics import REPORT_FILE
 from simpletuner.reporting.step_figures import FIGURES
@@ -88,7 +89,7 @@ def reason_of(status: Mapping[str, Any]) -> str:
 
 def in_page_words(text: str) -> str:
     """A message in which advice for a terminal is replaced by what the page has instead."""
-    return text.replace(CONSENT, CONSENT_ON_PAGE)
+    return text.replace(CONSENT, say(CONSENT_ON_PAGE))
 
 
 def loss_of(run: Run, status: Mapping[str, Any]) -> str:
@@ -100,15 +101,15 @@ def loss_of(run: Run, status: Mapping[str, Any]) -> str:
     saved = saved_step(run)
     lost = step - saved
     if status["status"] == "starting":
-        return "Nothing is lost: no step has been trained since it was started."
+        return say("Nothing is lost: no step has been trained since it was started.")
     if lost <= 0 and saved:
-        return f"Nothing is lost: step {saved:,} is saved."
+        return say("Nothing is lost: step {step} is saved.", step=f"{saved:,}")
     if lost <= 0:
-        return "No step has been trained yet."
-    since = f"checkpoint-{saved}" if saved else "the start"
-    if lost == 1:
-        return f"The one step since {since} may be lost."
-    return f"The {lost:,} steps since {since} may be lost."
+        return say("No step has been trained yet.")
+    since = f"checkpoint-{saved}" if saved else say("the start")
+    one = "The one step since {since} may be lost."
+    several = "The {count} steps since {since} may be lost."
+    return say_counted(lost, one, several, since=since)
 
 
 def live_figures(progress: Mapping[str, Any], columns: Columns) -> Iterator[tuple[str, str]]:
@@ -126,7 +127,8 @@ def final_figures(run: Run, columns: Columns) -> Iterator[tuple[str, str]]:
     measured = evaluation_points(columns)
     if measured:
         step, best = min(measured, key=lambda point: point[1])
-        yield "Lowest held-out loss", f"{best:.4g} at step {step:,}"
+        text = say("{loss} at step {step}", loss=f"{best:.4g}", step=f"{step:,}")
+        yield "Lowest held-out loss", text
     yield from time_in_steps(columns)
     files = list(files_of(run))
     if files:
@@ -145,10 +147,10 @@ def files_of(run: Run) -> Iterator[str]:
     """The weights of a run, in words."""
     lora = run.folder / LORA_FILE
     if lora.is_file():
-        yield f"LoRA of {size_text(lora.stat().st_size)}"
+        yield say("LoRA of {size}", size=size_text(lora.stat().st_size))
     checkpoints, _incomplete = find_checkpoints(run.folder)
     if checkpoints:
-        yield counted(len(checkpoints), "checkpoint")
+        yield say_counted(len(checkpoints), "1 checkpoint", "{count} checkpoints")
 
 
 def rest(run: Run) -> dict[str, Any]:
@@ -164,7 +166,7 @@ def rest(run: Run) -> dict[str, Any]:
     message = "" if status["message"] in shown else status["message"]
     return {
         "turns": turns,
-        "names": STAGES,
+        "name_of": stage_name,
         "is_active": status["status"] in ACTIVE,
         "notices": notices,
         "message": message,

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
+from simpletuner.annexes.languages.say import say, say_counted, spoken
 from simpletuner.annexes.page.parts import draw_part
 from simpletuner.annexes.page.runs.archive import home_of
 from simpletuner.annexes.page.runs.control import Runs
@@ -30,6 +31,7 @@ from simpletuner.reporting.metrics import MEDIA, MEDIA_FILE, METRICS_FILE, Media
 
 # Files whose change may change a row.
 WATCHED = (EVENTS_FILE, METRICS_FILE, MEDIA_FILE, LOCK_FILE, CONSOLE_FILE, STARTED_FILE, "")
+MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 MEDIA_BYTES = 1 << 16  # at the end of the record of previews, more than a round takes
 
 FileTimes = tuple[tuple[int, int], ...]
@@ -69,22 +71,22 @@ class ListedRun:
 
 
 class RunCache:
-    """The rows of runs that have ended, until a file of theirs changes."""
+    """The rows of runs that have ended, in every language, until a file of theirs changes."""
 
     def __init__(self) -> None:
-        self._rows: dict[Path, tuple[FileTimes, dict[str, Any], str]] = {}
+        self._rows: dict[tuple[Path, str], tuple[FileTimes, dict[str, Any], str]] = {}
 
     def look(self, run: Run) -> tuple[dict[str, Any], str]:
         """The status of a run, and the URL of its last preview."""
         times = times_of(run.folder)
-        known = self._rows.get(run.folder)
+        known = self._rows.get((run.folder, spoken()))
         if known is not None and known[0] == times and run.pid is None:
             return known[1], known[2]
         status = run.status()
         thumbnail = thumbnail_of(run.folder)
         # The state of a run that is at work may change without a file: its process may be killed.
         if status["status"] not in ACTIVE and run.pid is None:
-            self._rows[run.folder] = times, status, thumbnail
+            self._rows[run.folder, spoken()] = times, status, thumbnail
         return status, thumbnail
 
 
@@ -164,26 +166,28 @@ def state_in_words(folder: Path, status: dict[str, Any]) -> tuple[str, str]:
     """The state of a run in the words of its page, and how far it is or got."""
     current = status["progress"]["current"]
     total = status["progress"]["total"]
-    # The badge of a list is short: `stopped at 110, can continue` is split.
-    state = "stopped" if status["label"].startswith("stopped") else status["label"]
-    at = f"at {current:,}" if current else "before the first step"
+    step = f"{current:,}"
+    state = status["label"]
+    at = say("at {step}", step=step) if current else say("before the first step")
     match status["status"]:
         case "running":
-            return state, f"{current:,} of {total:,}" if total else f"{current:,}"
+            return state, say("{done} of {total}", done=step, total=f"{total:,}") if total else step
         case "completed":
-            return state, f"{current:,} steps" if current else ""
+            return state, say_counted(current, "1 step", "{count} steps") if current else ""
         case "cancelled" | "interrupted":
-            return state, at + what_remains(folder, current)
+            # The badge of a list is short: `stopped at 110, can continue` is split.
+            is_stopped = state == say("stopped at {step}, can continue", step=step)
+            return say("stopped") if is_stopped else state, what_remains(folder, at, current)
         case "error":
             return state, at
     return state, ""
 
 
-def what_remains(folder: Path, step: int) -> str:
-    """Whether a run that ended early can go on."""
+def what_remains(folder: Path, at: str, step: int) -> str:
+    """Where a run ended early, and whether it can go on."""
     if any(folder.glob(f"checkpoint-*/{FILE_NAME}")):
-        return ", can continue"
-    return ", nothing saved" if step else ""
+        return say("{at}, can continue", at=at)
+    return say("{at}, nothing saved", at=at) if step else at
 
 
 def moment(seconds: float) -> str:
@@ -194,11 +198,13 @@ def moment(seconds: float) -> str:
     today = datetime.now().astimezone().date()
     clock = f"{then.hour}:{then.minute:02}"
     if then.date() == today:
-        return f"today {clock}"
+        return say("today {clock}", clock=clock)
     if then.date() == today - timedelta(days=1):
-        return f"yesterday {clock}"
-    day = f"{then.day} {then:%b}"
-    return f"{day} {clock}" if then.year == today.year else f"{day} {then.year}"
+        return say("yesterday {clock}", clock=clock)
+    date = say("{day} {month}", day=then.day, month=say(MONTHS[then.month - 1]))
+    if then.year == today.year:
+        return say("{date} {clock}", date=date, clock=clock)
+    return say("{date} {year}", date=date, year=then.year)
 
 
 def thumbnail_of(folder: Path) -> str:

@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from simpletuner.annexes.page.new import start_card
+from simpletuner.annexes.languages.say import NAMES, spoken, words_of_scripts
 from simpletuner.annexes.page.project import Refusal, project_of
 from simpletuner.annexes.report.html import render
 from simpletuner.budget.device import CARDS, host_memory
@@ -81,23 +81,29 @@ GPU_QUERY = ("--query-gpu=index,name,memory.total,memory.free", "--format=csv,no
 
 
 def page(request: Request) -> Response:
-    """The page without its settings; inside a run, only the run."""
-    content = start_card.card_content(request.headers.get("accept-language", ""))
+    """The page without New and Settings; inside a run, only the run."""
     project = project_of(request)
     in_run = project.run is not None
     is_empty = not project.config_names() and not request.app.state.runs.all()
     first = "start" if is_empty and not in_run else "run"
-    return HTMLResponse(render("page/page.html.jinja", first=first, in_run=in_run, **content))
+    shell = render(
+        "page/page.html.jinja",
+        first=first,
+        in_run=in_run,
+        languages=NAMES,
+        words=words_of_scripts("scripts"),
+    )
+    return HTMLResponse(shell)
 
 
 def settings(request: Request) -> Response:
     """The place "Settings", with every option."""
-    return HTMLResponse(settings_page())
+    return HTMLResponse(settings_page(spoken()))
 
 
 @functools.cache
-def settings_page() -> str:
-    """The place "Settings"; cached, since it never changes."""
+def settings_page(_language: str) -> str:
+    """The place "Settings" in the present language; cached, since it never changes."""
     return render(
         "page/settings/settings.html.jinja",
         parts=parts(),

@@ -1,6 +1,6 @@
 // The shell of the page: its three places, and the config that Settings and Runs share. The address names both: the place
 // as its anchor, the config and the run as its query.
-import { page, remember, watch } from "./common.js";
+import { learn, page, remember, watch } from "./common.js";
 
 const inRun = document.body.classList.contains("in-run"); // the page of a run has no other place
 const links = [...document.querySelectorAll(".places [data-place]")];
@@ -51,15 +51,31 @@ function showLink(link, isHere) {
   if (place === "settings") link.setAttribute("href", location.hash);
 }
 
-// Draws a place when it is first shown. Its scripts are loaded in order; until then it looks empty.
-function draw(pane) {
+// Draws a place when it is first shown: Runs from its template, New from the server.
+async function draw(pane) {
   const shell = pane.querySelector(":scope > template");
-  if (!shell) return;
-  const scripts = [...shell.content.querySelectorAll("script[src]")];
+  if (shell) fill(pane, shell.content);
+  const { from } = pane.dataset;
+  if (!from) return;
+  delete pane.dataset.from; // is asked for once
+  pane.ariaBusy = "true";
+  const answer = await fetch(from).catch(() => null);
+  if (answer?.ok) {
+    fill(pane, document.createRange().createContextualFragment(await answer.text()));
+    return;
+  }
+  pane.dataset.from = from;
+  watch();
+}
+
+// Its scripts are loaded in order; until then a place looks empty.
+function fill(pane, content) {
+  const scripts = [...content.querySelectorAll("script[src]")];
   for (const script of scripts) script.async = false;
   if (scripts.length) pane.ariaBusy = "true";
   scripts.at(-1)?.addEventListener("load", () => { pane.ariaBusy = null; });
-  shell.replaceWith(shell.content);
+  learn(content);
+  pane.replaceChildren(content);
 }
 
 // ---- Settings ----

@@ -2,6 +2,28 @@
 
 export const page = (selector) => document.querySelector(selector);
 
+// ---- Texts ----
+
+const translated = {}; // by English text; empty in English
+const { lang } = document.documentElement;
+
+// Takes in the translations that the server has put into a part of the page, for the scripts of that part.
+export function learn(part) {
+  for (const words of part.querySelectorAll(".translations")) Object.assign(translated, JSON.parse(words.textContent));
+}
+learn(document);
+
+// A text in the language of the page, with values in its named places.
+export const say = (text, values = {}) => (translated[text] ?? text).replace(/{(\w+)}/g, (place, name) => values[name] ?? place);
+
+// One of two texts, by the number that stands in its place {count}. Hindi has the singular also for zero.
+export function sayCounted(count, one, several, values = {}) {
+  const isOne = count === 1 || (count === 0 && lang === "hi");
+  return say(isOne ? one : several, { count: count.toLocaleString("en"), ...values });
+}
+
+// ---- Requests ----
+
 export async function api(path, { method = "GET", body, etag, signal } = {}) {
   const headers = { ...(body && { "Content-Type": "application/json" }), ...(etag && { "If-Match": etag }) };
   let response;

@@ -1,5 +1,5 @@
 // The files of a drop as thumbnails: what is wrong with them, and the choice of those that are left out.
-import { api, element, page, sentences } from "./common.js";
+import { api, element, page, say, sentences } from "./common.js";
 
 const AT_FIRST = matchMedia("(max-width: 600px)").matches ? 12 : 24; // files shown
 const MORE = 60; // further ones, and files in an answer of the server
@@ -9,9 +9,6 @@ const list = page("#drop-list"), kinds = page("#drop-kinds"), looked = page("#dr
 const view = { folder: "", answers: {}, kind: "", shown: AT_FIRST, number: 0 };
 const tiles = new Map(); // by name
 let drawn = new Map(); // thumbnails made here, by name
-
-const words = JSON.parse(page("#start-words").textContent); // translations, by English text
-export const say = (text, values = {}) => (words[text] ?? text).replace(/{(\w+)}/g, (_, name) => values[name]);
 
 // The name of a file, without its middle if it is long.
 const brief = (name) => (name.length > 22 ? `${name.slice(0, 10)}…${name.slice(-10)}` : name);

@@ -1,6 +1,6 @@
 // Captions of a drop, one picture at a time.
-import { api, page, sentences } from "./common.js";
-import { address, fetchPage, say } from "./drop.js";
+import { api, page, say, sentences } from "./common.js";
+import { address, fetchPage } from "./drop.js";
 import { Writer } from "./writer.js";
 
 const isAsked = ({ out, faults }) => !out && !faults.some(({ kind }) => kind === "unreadable");

@@ -68,7 +68,7 @@ function showState() {
   }
 }
 
-function say(...parts) {
+function tell(...parts) {
   find(".said").replaceChildren(...parts);
 }
 
@@ -124,11 +124,11 @@ async function save(etag = find("form").dataset.etag) {
   const top = dialog.scrollTop;
   await load();
   dialog.scrollTo(0, top);
-  say(answer.data.note);
+  tell(answer.data.note);
 }
 
 function showFaults(answer) {
-  say("Not saved.");
+  tell("Not saved.");
   find(".faults").replaceChildren(...sentences(answer).map((text) => element("li", { className: "bad", textContent: text })));
   find(".faults").scrollIntoView({ block: "nearest" });
 }
@@ -138,7 +138,7 @@ function showConflict(answer) {
   const mine = element("button", { type: "button", textContent: "Save mine over it" });
   theirs.addEventListener("click", load);
   mine.addEventListener("click", () => save(answer.etag));
-  say("The file has changed since it was opened. Nothing was saved. ", theirs, " ", mine);
+  tell("The file has changed since it was opened. Nothing was saved. ", theirs, " ", mine);
   theirs.focus();
 }
 
@@ -149,7 +149,7 @@ function leave(event) {
   if (!isDirty()) return dialog.close();
   const discard = element("button", { type: "button", textContent: "Close without saving" });
   discard.addEventListener("click", () => dialog.close());
-  say("There are unsaved changes. ", discard);
+  tell("There are unsaved changes. ", discard);
   discard.focus();
 }
 

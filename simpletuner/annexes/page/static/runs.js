@@ -1,6 +1,6 @@
 // The list of runs: search, and what is done with chosen ones: compare, archive, bring back, delete. The server renders
 // the rows; this adds the controls around them, and keeps which rows are chosen.
-import { api, element, sentences } from "./common.js";
+import { api, element, say, sentences } from "./common.js";
 import { choose, run, want } from "./run.js";
 
 const list = document.querySelector('.run-list [data-part="list"]');
@@ -9,12 +9,12 @@ const MOST = 6; // runs in a comparison
 const SEARCHED = 6; // fewer rows need no search
 const picked = new Set();
 
-const search = element("input", { type: "search", placeholder: "Search runs", ariaLabel: "Search runs", hidden: true });
+const search = element("input", { type: "search", placeholder: say("Search runs"), ariaLabel: say("Search runs"), hidden: true });
 const count = element("span");
-const compare = element("button", { type: "button", textContent: "Compare" });
-const archive = element("button", { type: "button", textContent: "Archive" });
-const clear = element("button", { type: "button", textContent: "Clear" });
-const actions = element("div", { className: "run-actions", role: "group", ariaLabel: "Chosen runs", hidden: true }, count, compare, archive, clear);
+const compare = element("button", { type: "button", textContent: say("Compare") });
+const archive = element("button", { type: "button", textContent: say("Archive") });
+const clear = element("button", { type: "button", textContent: say("Clear") });
+const actions = element("div", { className: "run-actions", role: "group", ariaLabel: say("Chosen runs"), hidden: true }, count, compare, archive, clear);
 const note = element("p", { className: "run-note", role: "status", hidden: true });
 list.before(search, actions, note);
 
@@ -41,9 +41,9 @@ function showPicked() {
   for (const id of picked) if (!there.has(id)) picked.delete(id);
   for (const box of boxes()) box.checked = picked.has(box.dataset.pick);
   actions.hidden = picked.size === 0;
-  count.textContent = `${picked.size} chosen`;
+  count.textContent = say("{count} chosen", { count: picked.size });
   compare.disabled = picked.size < 2 || picked.size > MOST;
-  compare.title = picked.size > MOST ? `At most ${MOST} runs` : "Curves, settings that differ and last previews, side by side";
+  compare.title = picked.size > MOST ? say("At most {count} runs", { count: MOST }) : "Curves, settings that differ and last previews, side by side";
 }
 
 function follow() {
@@ -70,7 +70,7 @@ compare.addEventListener("click", () => {
 
 // ---- Archive and bring back ----
 
-function say(text, ...more) {
+function tell(text, ...more) {
   note.replaceChildren(text, ...more);
   note.hidden = !text;
 }
@@ -101,9 +101,9 @@ async function archiveAll(ids) {
   const folders = moved.map((each) => each.folder).join(", ");
   const stays = moved.length > 1 ? "Their configs stay." : "Its config stays.";
   const told = moved.length ? `Archived as ${folders}. ${stays}${moved.map(usedBy).join("")} ` : "";
-  const undo = element("button", { type: "button", textContent: "Undo" });
+  const undo = element("button", { type: "button", textContent: say("Undo") });
   undo.addEventListener("click", () => bringBack(moved.map((each) => each.run)));
-  say(told, ...(moved.length ? [undo] : []), ...refused.map((text) => element("span", { className: "bad" }, text)));
+  tell(told, ...(moved.length ? [undo] : []), ...refused.map((text) => element("span", { className: "bad" }, text)));
 }
 
 async function bringBack(ids) {
@@ -114,7 +114,7 @@ async function bringBack(ids) {
     else texts.push(...sentences(answer));
   }
   want("list", "queue", "head");
-  say(texts.join(" "));
+  tell(texts.join(" "));
 }
 
 archive.addEventListener("click", () => archiveAll([...picked]));
@@ -126,15 +126,15 @@ dialog.setAttribute("aria-labelledby", "delete-title");
 const title = element("h2", { id: "delete-title" });
 const lost = element("div");
 const refusal = element("p", { className: "bad", role: "alert", hidden: true });
-const keep = element("button", { type: "button", textContent: "Keep it" });
-const confirm = element("button", { type: "button", className: "danger", textContent: "Delete for good", disabled: true });
+const keep = element("button", { type: "button", textContent: say("Keep it") });
+const confirm = element("button", { type: "button", className: "danger", textContent: say("Delete for good"), disabled: true });
 dialog.append(title, lost, refusal, element("div", { className: "tools-row" }, keep, confirm));
 document.body.append(dialog);
 let doomed = "";
 
 async function askToDelete(id, name) {
   doomed = id;
-  title.textContent = `Delete ${name}?`;
+  title.textContent = say("Delete {name}?", { name });
   refusal.hidden = true;
   confirm.disabled = true;
   const answer = await fetch(`/runs/${encodeURIComponent(id)}/contents`).catch(() => null);
@@ -167,7 +167,7 @@ confirm.addEventListener("click", async () => {
   }
   dialog.close();
   want("list");
-  say(`Deleted: ${answer.data.files.toLocaleString("en")} files.`);
+  tell(`Deleted: ${answer.data.files.toLocaleString("en")} files.`);
 });
 
 list.addEventListener("click", ({ target }) => {

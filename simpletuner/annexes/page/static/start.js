@@ -1,6 +1,6 @@
 // The pane "Start": uploads files, asks what to learn from them, and starts the run.
-import { api, ask, element, page, sentences } from "./common.js";
-import { followList, forget, preview, say, showFiles } from "./drop.js";
+import { api, ask, element, page, say, sentences } from "./common.js";
+import { followList, forget, preview, showFiles } from "./drop.js";
 import { chooseFolder } from "./folders.js";
 import { maySwitch, openConfig } from "./app.js";
 import { duration, gigabytes } from "./units.js";

@@ -1,7 +1,7 @@
 // The result of a run: the panel that gives the file of some weights, stars, and comparisons of checkpoints.
 /* global moreTools */
 
-import { api, element, sentences } from "./common.js";
+import { api, element, say, sentences } from "./common.js";
 import { forms, parsed, run, send, want } from "./run.js";
 
 const pane = document.querySelector(".run-view");
@@ -28,8 +28,8 @@ async function openPanel(query) {
 async function refusalOf(answer) {
   const data = await answer?.json().catch(() => null);
   const told = sentences({ data }).join(" ") || "The server does not answer.";
-  const close = '<form method="dialog"><button type="submit">Close</button></form>';
-  return `<h2 id="use-title">Not available</h2>${element("p", { textContent: told }).outerHTML}${close}`;
+  const close = '<form method="dialog"><button type="submit">${say("Close")}</button></form>';
+  return `<h2 id="use-title">${say("Not available")}</h2>${element("p", { textContent: told }).outerHTML}${close}`;
 }
 
 function use({ use: step, strength, ema }) {
@@ -53,7 +53,7 @@ panel.addEventListener("click", (event) => {
 function copy(event) {
   if (!event.target.matches(".snippet .copy")) return;
   getSelection().selectAllChildren(event.target.nextElementSibling);
-  event.target.textContent = document.execCommand("copy") ? "Copied" : "Press Ctrl-C";
+  event.target.textContent = document.execCommand("copy") ? say("Copied") : say("Press Ctrl-C");
 }
 
 // ---- Stars ----

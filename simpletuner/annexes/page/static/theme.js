@@ -1,4 +1,4 @@
-// The theme of the page: the system's, light or dark, remembered in this browser. Not a module, so that it runs before
+// The theme of the page: the system's, light or dark; and its language. Both are remembered in this browser. Not a module, so that it runs before
 // the page is painted.
 (() => {
   const KEY = "theme";
@@ -34,6 +34,18 @@
       apply(choice.value);
       rememberTheme(choice.value);
     });
+  });
+  // The language is a cookie, since the server draws most of the page in it.
+  const YEAR = 365 * 24 * 3600; // seconds
+
+  function speak(language) {
+    document.cookie = `language=${language}; path=/; max-age=${YEAR}; samesite=strict`;
+    location.reload();
+  }
+
+  document.addEventListener("DOMContentLoaded", () => {
+    const choice = document.querySelector("#language");
+    choice?.addEventListener("change", () => speak(choice.value));
   });
   // Other tabs of the browser follow.
   addEventListener("storage", ({ key, newValue }) => key === KEY && apply(newValue ?? ""));

@@ -147,7 +147,7 @@ def test_a_row_that_is_not_in_the_table_is_refused(
 
 
 def test_examples_are_grouped_and_told_in_words(page: TestClient) -> None:
-    html = page.get("/").text
+    html = page.get("/new").text
 
     assert re.findall(r"<h3>([^<]+)</h3>", html) == ["Pictures", "Clips", "Try it"]
     assert sorted(re.findall(r'data-example="([^"]+)"', html)) == sorted(example_names())
