@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from simpletuner.annexes.advice.curve import LossCurve
 from simpletuner.annexes.advice.facts import Facts
-from simpletuner.errors import counted
+from simpletuner.annexes.languages.say import say, say_counted
 from simpletuner.rounding import ceil_div, round_up
 
 Kind = Literal["take", "continue", "change", "caption", "files"]
@@ -88,29 +88,46 @@ def after_failure(facts: Facts) -> NextStep | None:
     """A run that ended with NaN, or whose training loss has grown."""
     growth = growth_of_loss(facts.losses)
     if facts.state == "failed" and NOT_FINITE.search(facts.message):
-        reason = f"the loss or the weights became NaN or infinite after step {facts.step:,}"
+        reason = say(
+            "the loss or the weights became NaN or infinite after step {step}",
+            step=f"{facts.step:,}",
+        )
     elif growth is not None:
-        reason = f"the training loss rose from {growth.before:.3g} to {growth.after:.3g}"
+        reason = say(
+            "the training loss rose from {before} to {after}",
+            before=f"{growth.before:.3g}",
+            after=f"{growth.after:.3g}",
+        )
     else:
         return None
     rate = peak(facts.rates)
-    change = "lower the learning rate"
+    change = say("lower the learning rate")
     settings: dict[str, Any] = {}
     if 0 < rate < LARGEST_RATE:
         lower = rounded(rate / 3)
         settings["learning_rate"] = lower
-        change += f" from {rate:.3g} to {lower:.3g}"
-    again = "start again"
+        change = say(
+            "lower the learning rate from {rate} to {lower}",
+            rate=f"{rate:.3g}",
+            lower=f"{lower:.3g}",
+        )
+    again = say("start again")
     # The record may begin later than the run.
     end = facts.step if growth is None else facts.step - len(facts.losses) + growth.began
     healthy = [step for step in facts.checkpoints if step <= end]
     if healthy:
         settings["resume_from_checkpoint"] = str(healthy[-1])
-        again = f"continue from checkpoint {healthy[-1]}"
-    action = f"{change} and {again}"
+        again = say("continue from checkpoint {step}", step=healthy[-1])
+    action = say("{change} and {again}", change=change, again=again)
     if facts.state == "running":
-        action = f"stop, {action}"
-    return NextStep("change", f"{action[0].upper()}{action[1:]}: {reason}.", None, settings)
+        action = say("stop, {action}", action=action)
+    action = f"{action[0].upper()}{action[1:]}"
+    return NextStep("change", because(action, reason), None, settings)
+
+
+def because(action: str, reason: str) -> str:
+    """The sentence of an action and its reason."""
+    return say("{action}: {reason}.", action=action, reason=reason)
 
 
 @dataclass(frozen=True)
@@ -159,10 +176,14 @@ def caption_files(facts: Facts) -> NextStep | None:
     files = facts.files.trained + missing
     if missing <= MANY * files:
         return None
-    verb = "is" if missing == 1 else "are"
-    reason = f"{missing:,} of {files:,} files have no caption and {verb} not trained"
-    sentence = f"Write the missing captions and train again: {reason}."
-    return NextStep("caption", sentence, keys="simpletuner caption")
+    reason = say_counted(
+        missing,
+        "{count} of {files} files have no caption and is not trained",
+        "{count} of {files} files have no caption and are not trained",
+        files=f"{files:,}",
+    )
+    action = say("Write the missing captions and train again")
+    return NextStep("caption", because(action, reason), keys="simpletuner caption")
 
 
 def take_before_rise(facts: Facts) -> NextStep | None:
@@ -172,23 +193,30 @@ def take_before_rise(facts: Facts) -> NextStep | None:
         return None
     step, lowest = curve.points[curve.best]
     last = curve.points[-1][1]
+    figures = {"step": f"{step:,}", "lowest": f"{lowest:.4g}", "last": f"{last:.4g}"}
     kept = nearest_step(facts.checkpoints, step)
     if kept is None:
-        sentence = (
-            f"Train again for {step:,} steps: the loss on held-out files was lowest at "
-            f"step {step:,} ({lowest:.4g}) and has risen to {last:.4g}, and no checkpoint is kept."
+        sentence = say(
+            "Train again for {step} steps: the loss on held-out files was lowest at step {step} "
+            "({lowest}) and has risen to {last}, and no checkpoint is kept.",
+            **figures,
         )
         return NextStep("change", sentence, None, {"max_train_steps": step})
-    stop = "Stop and take" if facts.state == "running" else "Take"
+    take = say("Take checkpoint {step}", step=kept)
+    if facts.state == "running":
+        take = say("Stop and take checkpoint {step}", step=kept)
     if kept == step:
-        sentence = (
-            f"{stop} checkpoint {step}: the loss on held-out files has risen since, from "
-            f"{lowest:.4g} to {last:.4g}."
+        sentence = say(
+            "{take}: the loss on held-out files has risen since, from {lowest} to {last}.",
+            take=take,
+            **figures,
         )
     else:
-        sentence = (
-            f"{stop} checkpoint {kept}, of those that are kept the nearest to step {step:,}: the "
-            f"loss on held-out files was lowest there ({lowest:.4g}) and has risen to {last:.4g}."
+        sentence = say(
+            "{take}, of those that are kept the nearest to step {step}: the loss on held-out files "
+            "was lowest there ({lowest}) and has risen to {last}.",
+            take=take,
+            **figures,
         )
     keys = "" if kept == step else "a larger checkpoints_total_limit keeps more"
     return NextStep("take", sentence, kept, keys=keys)
@@ -205,23 +233,27 @@ def go_on(facts: Facts) -> NextStep | None:
     if facts.state != "stopped" or left <= 0 or not facts.step:
         return None
     if not facts.checkpoints:
-        sentence = (
-            f"Start again and save more often: the run ended at step {facts.step:,}, before its "
-            "first checkpoint."
+        sentence = say(
+            "Start again and save more often: the run ended at step {step}, before its first "
+            "checkpoint.",
+            step=f"{facts.step:,}",
         )
         return NextStep("change", sentence, keys="checkpoint_step_interval")
     last = facts.checkpoints[-1]
     lost = facts.step - last
+    reached = {"step": f"{facts.step:,}", "total": f"{facts.total_steps:,}"}
     if lost <= 0:
-        reason = f"{left:,} of {counted(facts.total_steps, 'step')} are left"
-    elif lost == 1:
-        reason = f"the run ended at step {facts.step:,} of {facts.total_steps:,}, one step later"
+        reason = say("{left} of {total} steps are left", left=f"{left:,}", total=reached["total"])
     else:
-        reason = (
-            f"the run ended at step {facts.step:,} of {facts.total_steps:,}, and the {lost:,} "
-            "steps in between are trained again"
+        reason = say_counted(
+            lost,
+            "the run ended at step {step} of {total}, one step later",
+            "the run ended at step {step} of {total}, and the {count} steps in between are trained "
+            "again",
+            **reached,
         )
-    return NextStep("continue", f"Continue from step {last:,}: {reason}.")
+    action = say("Continue from step {step}", step=f"{last:,}")
+    return NextStep("continue", because(action, reason))
 
 
 def train_longer(facts: Facts) -> NextStep | None:
@@ -232,9 +264,14 @@ def train_longer(facts: Facts) -> NextStep | None:
     began, before = curve.points[curve.third]
     end, last = curve.points[-1]
     steps = half_as_long_again(facts, curve)
-    sentence = (
-        f"Continue to step {steps:,}: the loss on held-out files was still falling at the end, "
-        f"from {before:.4g} at step {began:,} to {last:.4g} at step {end:,}."
+    sentence = say(
+        "Continue to step {steps}: the loss on held-out files was still falling at the end, from "
+        "{before} at step {earlier} to {after} at step {last}.",
+        steps=f"{steps:,}",
+        before=f"{before:.4g}",
+        earlier=f"{began:,}",
+        after=f"{last:.4g}",
+        last=f"{end:,}",
     )
     return NextStep("continue", sentence, None, {"max_train_steps": steps})
 
@@ -249,22 +286,25 @@ def learn_more(facts: Facts) -> NextStep | None:
     """The previews still look like those of the untrained model."""
     if facts.state != "finished" or not facts.changes or max(facts.changes) >= VISIBLE:
         return None
-    reason = "the last previews cannot be told from those of the untrained model"
+    reason = say("the last previews cannot be told from those of the untrained model")
     rate = peak(facts.rates)
     files = facts.files.trained
     # As docs/TROUBLESHOOTING.md advises: first the usual length, then a higher rate.
     is_short = files is not None and facts.step < STEPS_PER_FILE * files
     if rate >= LARGEST_RATE or (is_short and rate >= USUAL_RATE):
         steps = facts.step * 2
-        return NextStep(
-            "continue", f"Continue to step {steps:,}: {reason}.", None, {"max_train_steps": steps}
-        )
+        action = say("Continue to step {step}", step=f"{steps:,}")
+        return NextStep("continue", because(action, reason), None, {"max_train_steps": steps})
     if rate <= 0:
-        sentence = f"Set a learning rate above 0 and train again: {reason}."
-        return NextStep("change", sentence, keys="learning_rate")
+        action = say("Set a learning rate above 0 and train again")
+        return NextStep("change", because(action, reason), keys="learning_rate")
     higher = max(USUAL_RATE, rounded(rate * 2))
-    sentence = f"Raise the learning rate from {rate:.3g} to {higher:.3g} and train again: {reason}."
-    return NextStep("change", sentence, None, {"learning_rate": higher})
+    action = say(
+        "Raise the learning rate from {rate} to {higher} and train again",
+        rate=f"{rate:.3g}",
+        higher=f"{higher:.3g}",
+    )
+    return NextStep("change", because(action, reason), None, {"learning_rate": higher})
 
 
 def leave_out_small(facts: Facts) -> NextStep | None:
@@ -273,9 +313,11 @@ def leave_out_small(facts: Facts) -> NextStep | None:
     is_usual = files.enlarged <= MANY * files.measured
     if facts.state == "failed" or not files.measured or is_usual:
         return None
-    sentence = (
-        f"Leave out small files or lower the resolution: {files.enlarged:,} of "
-        f"{files.measured:,} files are enlarged, and the model learns their blur."
+    sentence = say(
+        "Leave out small files or lower the resolution: {enlarged} of {measured} files are "
+        "enlarged, and the model learns their blur.",
+        enlarged=f"{files.enlarged:,}",
+        measured=f"{files.measured:,}",
     )
     keys = "minimum_image_size or resolution in the dataset file"
     return NextStep("files", sentence, keys=keys)
@@ -286,8 +328,9 @@ def leave_out_twins(facts: Facts) -> NextStep | None:
     twins = facts.files.twins
     if facts.state == "failed" or not twins:
         return None
-    sentence = (
-        f"Leave out one of {twins}: they seem to be the same, which is then trained twice as often."
+    sentence = say(
+        "Leave out one of {twins}: they seem to be the same, which is then trained twice as often.",
+        twins=twins,
     )
     return NextStep("files", sentence, keys="exclude_files in the dataset file")
 
@@ -317,15 +360,21 @@ def take_result(facts: Facts) -> NextStep | None:
     kept = [step for step in facts.checkpoints if since <= step < facts.step]
     if memorised is not None and kept:
         before, after = memorised
-        sentence = (
-            f"Take checkpoint {kept[0]}: since step {since:,} the loss on held-out files is level "
-            f"({curve.losses[-1]:.4g}), and only that on trained files falls, from {before:.3g} to "
-            f"{after:.3g}."
+        sentence = say(
+            "Take checkpoint {step}: since step {since} the loss on held-out files is level "
+            "({loss}), and only that on trained files falls, from {before} to {after}.",
+            step=kept[0],
+            since=f"{since:,}",
+            loss=f"{curve.losses[-1]:.4g}",
+            before=f"{before:.3g}",
+            after=f"{after:.3g}",
         )
         return NextStep("take", sentence, kept[0])
-    sentence = (
-        f"Use the result: the loss on held-out files is level since step {since:,} "
-        f"({curve.losses[-1]:.4g}), and no checkpoint has a clearly lower one."
+    sentence = say(
+        "Use the result: the loss on held-out files is level since step {since} ({loss}), and no "
+        "checkpoint has a clearly lower one.",
+        since=f"{since:,}",
+        loss=f"{curve.losses[-1]:.4g}",
     )
     return NextStep("take", sentence)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
@@ -31,6 +34,7 @@ from simpletuner.annexes.runs.run import PAUSED
 from simpletuner.annexes.runs.sentence import LABELS, NOT_STARTED, STAGES, VERIFIED
 from simpletuner.annexes.start.recipe import RECIPES, TITLES
 from simpletuner.reporting.step_figures import FIGURES
+from tests.annexes.page.page import serving
 
 ANNEXES = TEXTS.parents[1]
 TABLES = json.loads(TEXTS.read_text(encoding="utf-8"))
@@ -45,6 +49,7 @@ OF_START = {
 TRANSLATIONS = [language for language in NAMES if language != ENGLISH]
 CALL = re.compile(r"\b(?:say|say_counted|sayCounted)\(")
 STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
+CODE = ("advice/*.py", "runs/*.py", "page/**/*.py")
 PLACE = re.compile(r"{\w+}")
 
 # What a run announces of itself, in English: the labels of its stages, the names of its figures,
@@ -92,15 +97,21 @@ def said_in(pattern: str) -> set[str]:
 
 def sources() -> str:
     """The code, templates and scripts that say texts."""
-    patterns = (
-        "page/**/*.py",
-        "runs/*.py",
-        "page/**/*.jinja",
-        "report/*.jinja",
-        "page/static/*.js",
-    )
+    patterns = (*CODE, "page/**/*.jinja", "report/*.jinja", "page/static/*.js")
     paths = [path for pattern in patterns for path in ANNEXES.glob(pattern)]
-    return "".join(path.read_text(encoding="utf-8") for path in paths)
+    text = "".join(path.read_text(encoding="utf-8") for path in paths)
+    return re.sub(r'"\n +"', "", text)  # texts of several lines
+
+
+def said_in_code() -> set[str]:
+    """The texts in calls of `say` and `say_counted`."""
+    found = set()
+    for path in chain.from_iterable(ANNEXES.glob(pattern) for pattern in CODE):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "").startswith("say"):
+                constants = [each for each in node.args if isinstance(each, ast.Constant)]
+                found |= {str(each.value) for each in constants}
+    return found
 
 
 def in_tables_of_python() -> set[str]:
@@ -142,6 +153,10 @@ def test_every_text_of_a_script_is_sent_to_it(path: Path) -> None:
     sent = TABLES["scripts"] | (TABLES["start"] if path.name in OF_START else {})
 
     assert sorted(said - sent.keys()) == []
+
+
+def test_every_text_of_the_code_is_in_the_table() -> None:
+    assert sorted(said_in_code() - ROWS.keys()) == []
 
 
 def test_every_text_that_is_said_by_a_name_is_in_the_table() -> None:
@@ -245,3 +260,21 @@ def test_programs_get_english(tmp_path: Path) -> None:
     client = TestClient(create_app(Project(tmp_path)))
 
     assert '<html lang="en">' in client.get("/").text
+
+
+@pytest.mark.slow
+def test_a_chosen_language_stays_when_the_page_is_opened_again(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect = pytest.importorskip("playwright.sync_api", reason="needs Playwright").expect
+    monkeypatch.chdir(tmp_path)
+    with serving(tmp_path.resolve()) as (port, _), browser.browser.new_context() as context:
+        page = context.new_page()
+        page.goto(f"http://127.0.0.1:{port}/#start")
+
+        page.get_by_label("Language").select_option("es")
+        expect(page.get_by_role("heading", name="Entrena con tus propias")).to_be_visible()
+        page.goto(f"http://127.0.0.1:{port}/#run")
+
+        expect(page.get_by_role("link", name="Entrenamientos")).to_be_visible()
+        assert page.evaluate("document.documentElement.lang") == "es"
