@@ -61,7 +61,7 @@ ANNOUNCED = {
     "Encoding pictures",
     "Evaluating at step {step}",
     "Files",
-    "Loss, first to last",
+    "Loss, first to last tenth",
     "Lowest held-out loss",
     "Rehearsing the memory peaks",
     "Rendering previews at step {step}",
