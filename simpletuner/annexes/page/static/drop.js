@@ -5,7 +5,11 @@ const AT_FIRST = matchMedia("(max-width: 600px)").matches ? 12 : 24; // files sh
 const MORE = 60; // further ones, and files in an answer of the server
 const MOST_LOCAL = 200; // thumbnails that the browser makes itself; of the others, the server makes them as they come into view
 const SIDE = 240; // of a thumbnail, in pixels
-const list = page("#drop-list"), kinds = page("#drop-kinds"), looked = page("#drop-looked"), more = page("#drop-more");
+const list = page("#drop-list");
+const kinds = page("#drop-kinds");
+const looked = page("#drop-looked");
+const more = page("#drop-more");
+// What is shown; `number` counts what was asked for, so that a late answer is dropped.
 const view = { folder: "", answers: {}, kind: "", shown: AT_FIRST, number: 0 };
 const tiles = new Map(); // by name
 let drawn = new Map(); // thumbnails made here, by name
@@ -68,7 +72,9 @@ function tileOf({ name }) {
 
 // Brings a tile up to date; elements stay, so that none loses the focus.
 function refresh(file) {
-  const tile = tileOf(file), thumb = tile.querySelector(".thumb"), leave = tile.querySelector(".leave");
+  const tile = tileOf(file);
+  const thumb = tile.querySelector(".thumb");
+  const leave = tile.querySelector(".leave");
   const isReadable = !file.faults.some(({ kind }) => kind === "unreadable");
   if (!thumb.firstChild && isReadable) thumb.append(element("img", { src: address(file), alt: "", loading: "lazy" }));
   tile.classList.toggle("out", file.out);
@@ -122,7 +128,8 @@ async function fetchFiles() {
 }
 
 function show({ files, found, counts, looked: seen, all }) {
-  const wanted = files.slice(0, view.shown).map(refresh), before = [...list.children];
+  const wanted = files.slice(0, view.shown).map(refresh);
+  const before = [...list.children];
   const isSame = wanted.length === before.length && wanted.every((tile, index) => tile === before[index]);
   if (!isSame) list.replaceChildren(...wanted);
   more.hidden = found <= view.shown;
@@ -133,18 +140,24 @@ function show({ files, found, counts, looked: seen, all }) {
 function showKinds(counts, all) {
   const focused = document.activeElement?.closest("#drop-kinds button")?.value;
   const chips = [chip("", say("All"), all)];
-  for (const [kind, [title]] of Object.entries(FAULTS)) if (counts[kind]) chips.push(chip(kind, title, counts[kind]));
-  const count = counts[view.kind];
-  if (count) {
-    const text = view.kind === "out" ? say("Take all {count} in", { count }) : say("Leave out all {count}", { count });
-    chips.push(element("button", { type: "button", className: "all", value: "all", textContent: text }));
+  for (const [kind, [title]] of Object.entries(FAULTS)) {
+    if (counts[kind]) chips.push(chip(kind, title, counts[kind]));
   }
-  kinds.replaceChildren(...(chips.length > 1 ? chips : []));
+  if (counts[view.kind]) chips.push(allButton(counts[view.kind]));
+  if (chips.length > 1) kinds.replaceChildren(...chips);
+  else kinds.replaceChildren(); // there is nothing to choose
   if (focused !== undefined) [...kinds.children].find(({ value }) => value === focused)?.focus();
 }
 
 function chip(kind, title, count) {
-  return element("button", { type: "button", value: kind, className: "chip", ariaPressed: String(kind === view.kind), textContent: `${title} ${count}` });
+  const ariaPressed = String(kind === view.kind);
+  return element("button", { type: "button", value: kind, className: "chip", ariaPressed, textContent: `${title} ${count}` });
+}
+
+// The button that leaves out all files of the chosen kind, or takes them in.
+function allButton(count) {
+  const text = view.kind === "out" ? say("Take all {count} in", { count }) : say("Leave out all {count}", { count });
+  return element("button", { type: "button", className: "all", value: "all", textContent: text });
 }
 
 export function forget() {
@@ -176,7 +189,9 @@ export function followList(changed, opened) {
     if (button.value === "all") {
       await leave({ kind: view.kind, out: view.kind !== "out" });
       view.kind = "";
-    } else Object.assign(view, { kind: button.value, shown: AT_FIRST });
+    } else {
+      Object.assign(view, { kind: button.value, shown: AT_FIRST });
+    }
     await showFiles(view.folder, view.answers);
   });
   more.addEventListener("click", () => {

@@ -3,7 +3,8 @@
 import { api, element, sentences } from "./common.js";
 
 const KEYS = ["name", "prompt", "seed", "resolution", "guidance", "picture"];
-let config = "", kept = ""; // the config shown, and its list as it was opened or saved
+let config = ""; // whose prompts are shown
+let kept = ""; // the list as it was opened or saved
 let wasSaved = false;
 
 const dialog = element("dialog", { id: "prompts" });
@@ -81,18 +82,21 @@ function add() {
 function copy(row) {
   const twin = row.cloneNode(true);
   // Typed texts are not part of the HTML that is copied.
-  for (const key of KEYS) if (control(row, key)) control(twin, key).value = control(row, key).value;
+  for (const key of KEYS) {
+    if (control(row, key)) control(twin, key).value = control(row, key).value;
+  }
   control(twin, "name").value = freeName(control(row, "name").value);
   row.after(twin);
   control(twin, "prompt").focus();
 }
 
 function freeName(name) {
+  if (!name) return ""; // it will be named after its words
   const taken = rows().map((row) => control(row, "name").value.toLowerCase());
   const stem = name.replace(/_\d+$/, "");
   let number = 2;
-  while (name && taken.includes(`${stem}_${number}`.toLowerCase())) number += 1;
-  return name && `${stem}_${number}`;
+  while (taken.includes(`${stem}_${number}`.toLowerCase())) number += 1;
+  return `${stem}_${number}`;
 }
 
 function move(row, button) {

@@ -1,8 +1,9 @@
 // The pane "Run": inserts the parts that the server renders whenever a run has news. It keeps no state that a reload
 // would lose. curves.js draws charts, viewer.js enlarges previews.
-/* global drawCharts, gather, interpolator, items, plots, setAxis, view, viewer */
+/* global drawCharts, gather, items, plots, setAxis, view, viewer */
 
 import { followRun, maySwitch, openConfig } from "./app.js";
+import { chartData, haveSameLines, updateCharts } from "./charts.js";
 import { api, ask, element, remember, sentences } from "./common.js";
 
 const pane = document.querySelector(".run-view");
@@ -51,16 +52,11 @@ export const parsed = (html) => new DOMParser().parseFromString(html, "text/html
 
 // ---- The parts ----
 
-const shapeOf = (data) => JSON.stringify(data.charts.map((chart) => [chart.title, chart.series.map((one) => one.name)]));
-const chartData = (root) => JSON.parse(root.querySelector("#charts")?.textContent ?? '{"charts":[]}');
-
 function showCurves(node, fresh) {
   const data = chartData(fresh);
-  if (node.firstElementChild && shapeOf(chartData(node)) === shapeOf(data)) {
+  if (node.firstElementChild && haveSameLines(chartData(node), data)) {
     node.querySelector("#charts").textContent = JSON.stringify(data);
-    for (const plot of plots) {
-      plot.update(data.charts.find((chart) => chart.title === plot.figure.dataset.chart), interpolator(data.hours));
-    }
+    updateCharts(data);
     return;
   }
   const overTime = plots.some((plot) => plot.overTime);

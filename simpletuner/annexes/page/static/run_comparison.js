@@ -1,21 +1,19 @@
 // The comparison of runs: draws the previews' viewer, and looks again while one of the runs trains.
-/* global drawCharts, gather, interpolator, plots, viewer */
+/* global drawCharts, gather, viewer */
+
+import { chartData, haveSameLines, updateCharts } from "./charts.js";
 
 const SECONDS = 30;
 const part = (root, name) => root.querySelector(`[data-part="${name}"]`);
-const dataOf = (root) => JSON.parse(root.querySelector("#charts")?.textContent ?? '{"charts":[]}');
-const shapeOf = (data) => JSON.stringify(data.charts.map((chart) => [chart.title, chart.series.map((line) => line.name)]));
 
 function showCurves(fresh) {
-  const data = dataOf(fresh);
-  if (shapeOf(dataOf(document)) !== shapeOf(data)) {
-    part(document, "curves").replaceWith(part(fresh, "curves"));
-    if (data.charts.length) drawCharts();
+  const data = chartData(fresh);
+  if (haveSameLines(chartData(document), data)) {
+    updateCharts(data);
     return;
   }
-  for (const plot of plots) {
-    plot.update(data.charts.find((chart) => chart.title === plot.figure.dataset.chart), interpolator(data.hours));
-  }
+  part(document, "curves").replaceWith(part(fresh, "curves"));
+  if (data.charts.length) drawCharts();
 }
 
 async function look() {

@@ -6,19 +6,34 @@ import { maySwitch, openConfig } from "./app.js";
 import { duration, gigabytes } from "./units.js";
 
 const { suffixes, unread, files: most, bytes: largest } = page("#start-card").dataset;
-const usable = new Set(suffixes.split(" ")), unreadable = new Set(unread.split(" "));
-const drop = page("#drop"), form = page("#start-form"), progress = page("#drop-progress");
+const usable = new Set(suffixes.split(" "));
+const unreadable = new Set(unread.split(" "));
+const drop = page("#drop");
+const form = page("#start-form");
+const progress = page("#drop-progress");
 const AT_ONCE = 3; // concurrent uploads
 const NOT_SHOWN = /\.(txt|caption|jsonl|csv|zip)$/i;
 let place = null; // the server's name for the folder of dropped files
-let folder = "", lost = [], seen = null, number = 0; // lost: files of the latest drop that were not saved
-const tell = (text) => { page("#start-told").textContent = text; };
-const refuse = ({ ok, data }) => {
-  const problems = ok ? [] : data.problems, ofWord = problems.filter(({ key }) => key === "trigger");
-  page("#start-word-told").textContent = ofWord.map(({ message }) => message).join(" ");
-  page("#start-refused").textContent = problems.filter((problem) => !ofWord.includes(problem)).map(({ message }) => message).join(" ");
+let folder = ""; // the folder on the card
+let lost = []; // files of the latest drop that were not saved
+let seen = null; // what the server has found in the folder
+let number = 0; // counts what was asked for, so that a late answer is dropped
+
+function tell(text) {
+  page("#start-told").textContent = text;
+}
+
+// Shows why a request was refused; nothing if it was not. What concerns the word stands beside its field.
+function refuse({ ok, data }) {
+  const problems = ok ? [] : data.problems;
+  const ofWord = problems.filter(({ key }) => key === "trigger");
+  const others = problems.filter(({ key }) => key !== "trigger");
+  page("#start-word-told").textContent = messagesOf(ofWord);
+  page("#start-refused").textContent = messagesOf(others);
   if (ofWord.length) form.elements.trigger.focus();
-};
+}
+
+const messagesOf = (problems) => problems.map(({ message }) => message).join(" ");
 
 // ---- Files ----
 
@@ -28,16 +43,22 @@ async function* walk(entry, above = "") {
   if (entry instanceof File) yield { name, file: entry };
   if (entry.isFile) yield { name, file: await new Promise((resolve, reject) => entry.file(resolve, reject)) };
   const reader = entry.isDirectory && entry.createReader();
-  for (let some = [true]; reader && some.length; ) {
+  if (!reader) return;
+  let some; // a reader gives some entries at a time, and none at the end
+  do {
     some = await new Promise((resolve, reject) => reader.readEntries(resolve, reject));
     for (const each of some) yield* walk(each, `${name}/`);
-  }
+  } while (some.length);
 }
 
+// All files of a drop; if they are too many, one more than are allowed.
 async function dropped(entries) {
   const found = [];
   for (const entry of entries) {
-    for await (const each of walk(entry)) if (found.push(each) > most) return found;
+    for await (const each of walk(entry)) {
+      found.push(each);
+      if (found.length > most) return found;
+    }
   }
   return found;
 }
@@ -66,22 +87,52 @@ function send(name, file, tick) {
   });
 }
 
+// The files without the name of the folder that holds all of them, and a name for their new folder: of that folder, or of
+// the first file if it is a zip; else empty.
+function withoutTop(found) {
+  const top = found[0].name.split("/")[0];
+  const isFolder = found.every(({ name }) => name.startsWith(`${top}/`));
+  const isNamed = isFolder || /\.zip$/i.test(top);
+  const title = isNamed ? top.replace(/\.zip$/i, "") : "";
+  if (!isFolder) return { title, files: found };
+  return { title, files: found.map(({ name, file }) => ({ name: name.slice(top.length + 1), file })) };
+}
+
+// Sends what was dropped, and looks at the folder with it.
 async function take(found) {
   if (!found.length) return;
-  if (found.length > most) return tell(say("These are more than {most} files. Copy the folder into the project, then use it from there.", { most: Number(most).toLocaleString("en") }));
-  // Named after the dropped folder or zip.
-  const top = found[0].name.split("/")[0], isFolder = found.every(({ name }) => name.startsWith(`${top}/`));
-  const named = isFolder ? found.map(({ name, file }) => ({ name: name.slice(top.length + 1), file })) : found;
-  lost = named.map((each) => ({ file: each.name, reason: fault(each) })).filter(({ reason }) => reason);
-  const queue = named.filter((each) => !fault(each)), all = queue.length;
-  if (all && !place) {
-    const isNamed = isFolder || /\.zip$/i.test(top);
-    const made = await api("/api/uploads", { method: "POST", body: { name: isNamed ? top.replace(/\.zip$/i, "") : "" } });
-    if (!made.ok) return tell(sentences(made).join(" "));
-    place = made.data;
-    forget();
+  if (found.length > most) {
+    const limit = Number(most).toLocaleString("en");
+    tell(say("These are more than {most} files. Copy the folder into the project, then use it from there.", { most: limit }));
+    return;
   }
-  preview(queue.filter(({ name }) => !NOT_SHOWN.test(name)));
+  const { title, files } = withoutTop(found);
+  lost = files.map((each) => ({ file: each.name, reason: fault(each) })).filter(({ reason }) => reason);
+  const good = files.filter((each) => !fault(each));
+  if (good.length && !place && !(await makePlace(title))) return;
+  preview(good.filter(({ name }) => !NOT_SHOWN.test(name)));
+  const saved = await sendAll(good);
+  showSkipped(lost);
+  if (saved || folder) await look(saved ? place.folder : folder, answers());
+  else tell(say("None of these files can be used."));
+}
+
+// Makes a folder for the files; resolves to whether there is one.
+async function makePlace(title) {
+  const made = await api("/api/uploads", { method: "POST", body: { name: title } });
+  if (!made.ok) {
+    tell(sentences(made).join(" "));
+    return false;
+  }
+  place = made.data;
+  forget();
+  return true;
+}
+
+// Resolves to the number of saved files, which are more than were sent if a zip is among them.
+async function sendAll(files) {
+  const queue = [...files];
+  const all = files.length;
   const sent = new Map();
   let saved = 0;
   progress.hidden = !all;
@@ -100,24 +151,30 @@ async function take(found) {
   };
   await Promise.all(Array.from({ length: AT_ONCE }, work));
   progress.hidden = true;
-  showSkipped(lost);
-  if (saved || folder) await look(saved ? place.folder : folder, answers());
-  else tell(say("None of these files can be used."));
+  return saved;
 }
 
 function showSkipped(skipped, more = 0) {
-  const box = page("#start-skipped"), count = skipped.length + more;
+  const box = page("#start-skipped");
+  const count = skipped.length + more;
+  const lines = skipped.slice(0, 200).map(({ file, reason }) => (
+    element("li", {}, element("span", { className: "key", textContent: file }), `: ${reason}`)
+  ));
   box.hidden = !count;
   box.querySelector("summary").textContent = say(count === 1 ? "1 file was skipped" : "{count} files were skipped", { count });
-  box.querySelector("ul").replaceChildren(...skipped.slice(0, 200).map(({ file, reason }) => element("li", {}, element("span", { className: "key", textContent: file }), `: ${reason}`)));
+  box.querySelector("ul").replaceChildren(...lines);
 }
 
-drop.addEventListener("dragover", (event) => { event.preventDefault(); drop.classList.add("over"); });
+drop.addEventListener("dragover", (event) => {
+  event.preventDefault();
+  drop.classList.add("over");
+});
 drop.addEventListener("dragleave", () => drop.classList.remove("over"));
 drop.addEventListener("drop", async (event) => {
   event.preventDefault();
   drop.classList.remove("over");
-  await take(await dropped([...event.dataTransfer.items].map((item) => item.webkitGetAsEntry() ?? item.getAsFile()).filter(Boolean)));
+  const entries = [...event.dataTransfer.items].map((item) => item.webkitGetAsEntry() ?? item.getAsFile());
+  await take(await dropped(entries.filter(Boolean)));
 });
 for (const input of drop.querySelectorAll("input")) {
   const choose = () => {
@@ -139,16 +196,25 @@ page("#drop-here").addEventListener("click", async () => {
 // ---- Answers ----
 
 const chosen = (name) => form.elements[name]?.value ?? "";
-const answers = () => ({ purpose: chosen("purpose"), trigger: chosen("trigger"), model: chosen("model"), resolution: Number(form.dataset.resolution) || null });
+const answers = () => ({
+  purpose: chosen("purpose"),
+  trigger: chosen("trigger"),
+  model: chosen("model"),
+  resolution: Number(form.dataset.resolution) || null,
+});
 
 function choices(box, name, labels, value) {
-  const rows = Object.entries(labels).map(([each, label]) => element("label", { className: "choice" }, element("input", { type: "radio", name, value: each, checked: each === value }), ` ${say(label)}`, element("span", { className: "dim" })));
+  const rows = Object.entries(labels).map(([each, label]) => {
+    const button = element("input", { type: "radio", name, value: each, checked: each === value });
+    return element("label", { className: "choice" }, button, ` ${say(label)}`, element("span", { className: "dim" }));
+  });
   box.replaceChildren(...rows);
 }
 
 // Requests what is in the folder, and shows it with the answers that suit it.
 async function look(path, given = {}) {
-  const mine = (number += 1), answer = await api("/api/start/look", { method: "POST", body: { folder: path, ...given } });
+  const mine = (number += 1);
+  const answer = await api("/api/start/look", { method: "POST", body: { folder: path, ...given } });
   if (mine !== number) return;
   form.hidden = !answer.ok;
   if (!answer.ok) return tell(sentences(answer).join(" "));
@@ -159,19 +225,28 @@ async function look(path, given = {}) {
   showFacts();
   showSkipped([...lost, ...seen.skipped], seen.more_skipped);
   choices(page("#start-purposes"), "purpose", seen.purposes, seen.purpose);
-  const models = Object.keys(seen.models), model = models.includes(chosen("model")) ? chosen("model") : models[0];
-  choices(page("#start-models"), "model", Object.fromEntries(models.map((each) => [each, seen.models[each].title])), model);
-  const nameBox = form.elements.name, isTyping = document.activeElement === nameBox;
-  if (isNew || !(form.dataset.named || isTyping)) nameBox.value = seen.name;
+  showModels();
+  const nameBox = form.elements.name;
+  const isOfUser = form.dataset.named || document.activeElement === nameBox;
+  if (isNew || !isOfUser) nameBox.value = seen.name;
   page("#drop-discard").hidden = !seen.is_new;
   showCaptions();
   showFiles(folder, answers());
   await judge(mine);
 }
 
+// The models for these files; the one that was chosen stays chosen if it is among them.
+function showModels() {
+  const titles = Object.fromEntries(Object.entries(seen.models).map(([model, { title }]) => [model, title]));
+  const model = chosen("model") in titles ? chosen("model") : Object.keys(titles)[0];
+  choices(page("#start-models"), "model", titles, model);
+}
+
 // The facts that depend on the model: its size, and which files are too small or too short for it.
 async function lookForModel() {
-  const mine = number, model = chosen("model"), answer = await api("/api/start/look", { method: "POST", body: { folder, ...answers() } });
+  const mine = number;
+  const model = chosen("model");
+  const answer = await api("/api/start/look", { method: "POST", body: { folder, ...answers() } });
   if (mine !== number || model !== chosen("model") || !answer.ok) return;
   seen = answer.data;
   showFacts();
@@ -202,25 +277,30 @@ function sizeRemedy() {
 }
 
 function showCaptions() {
-  const { uncaptioned, files, purpose } = seen, isEdit = purpose === "edit", isNone = uncaptioned >= files;
-  page("#start-trigger").hidden = isEdit;
-  const text = !uncaptioned ? say("Every file has a caption.")
-    : isEdit && isNone ? say("An edit needs a caption for every picture: what is to be changed.")
-    : isNone ? say("No file has a caption, so each is trained with the words above. A caption for each is better.")
-    : say("{uncaptioned} of {files} files have no caption and are left out.", seen);
-  page("#start-captions > .dim").textContent = text;
+  page("#start-trigger").hidden = seen.purpose === "edit";
+  page("#start-captions > .dim").textContent = aboutCaptions(seen);
   page("#write-captions").hidden = seen.locked;
-  page("#write-captions").textContent = uncaptioned ? say("Write captions") : say("Read the captions");
+  page("#write-captions").textContent = seen.uncaptioned ? say("Write captions") : say("Read the captions");
   page("#caption-rest").hidden = !mayCaption();
 }
 
+// How many files have captions, and what that means.
+function aboutCaptions({ uncaptioned, files, purpose }) {
+  if (!uncaptioned) return say("Every file has a caption.");
+  if (uncaptioned < files) return say("{uncaptioned} of {files} files have no caption and are left out.", { uncaptioned, files });
+  if (purpose === "edit") return say("An edit needs a caption for every picture: what is to be changed.");
+  return say("No file has a caption, so each is trained with the words above. A caption for each is better.");
+}
+
+// Whether the model can write the missing captions.
 const mayCaption = () => Boolean(seen.uncaptioned) && !seen.locked && Boolean(seen.models[chosen("model")]?.captions);
 
 // Shows a summary of the plan of each model, and selects the first that fits.
 async function judge(mine) {
   let isOpen = true;
   for (const model of Object.keys(seen.models)) {
-    const input = form.querySelector(`[name=model][value="${model}"]`), note = input.parentElement.lastChild;
+    const input = form.querySelector(`[name=model][value="${model}"]`);
+    const note = input.parentElement.lastChild;
     note.textContent = say("computing");
     const { data } = await api("/api/start/plan", { method: "POST", body: { ...answers(), folder, model } });
     if (mine !== number) return;
@@ -238,7 +318,8 @@ async function judge(mine) {
 function verdict({ device, model, memory, problems, seconds }) {
   const isTold = (key) => problems.some((problem) => problem.key === key);
   const fatal = problems.find((problem) => problem.fatal && problem.key !== "memory" && problem.kind !== "captions");
-  if (fatal || !device) return [false, fatal ? `${fatal.key}: ${fatal.message}` : say("the plan needs captions")];
+  if (fatal) return [false, `${fatal.key}: ${fatal.message}`];
+  if (!device) return [false, say("the plan needs captions")];
   const loaded = model.download ? say(", {size} to download", { size: gigabytes(model.download) }) : "";
   const time = say("about {time} with previews", { time: duration(seconds.training + seconds.previews) });
   if (isTold("device")) return [false, say("no GPU can be used here; on the CPU {time}", { time: time + loaded })];
@@ -276,7 +357,10 @@ page("#caption-rest").addEventListener("click", () => submit("rest"));
 
 // Asks what to do with many files that would be left out; resolves to "agree", "rest", "write" or "".
 function askAbout(sentence) {
-  const dialog = page("#start-ask"), rest = dialog.querySelector("[value=rest]"), agree = dialog.querySelector("[value=agree]"), write = dialog.querySelector("[value=write]");
+  const dialog = page("#start-ask");
+  const rest = dialog.querySelector("[value=rest]");
+  const agree = dialog.querySelector("[value=agree]");
+  const write = dialog.querySelector("[value=write]");
   page("#start-ask-title").textContent = say("Leave so many files out?");
   dialog.querySelector(".what").textContent = sentence;
   agree.textContent = say("Start without them");
@@ -287,18 +371,19 @@ function askAbout(sentence) {
   return ask(dialog);
 }
 
-// Writes the config, then starts or queues the run; with "rest", the model first writes the missing captions.
+// Writes the config, then does what the button says: "start" or "queue" the run, only "write" the config, or "rest",
+// which queues the missing captions before the run.
 async function begin(how, agreed = false) {
   if (!(await maySwitch())) return;
-  const isRest = how === "rest", name = form.dataset.named ? chosen("name") : "";
-  const body = { ...answers(), folder, name, captions: isRest, agreed };
+  const name = form.dataset.named ? chosen("name") : "";
+  const body = { ...answers(), folder, name, captions: how === "rest", agreed };
   const written = await api("/api/start/write", { method: "POST", body });
   const asked = written.status === 409 && written.data.problems.find(({ key }) => key === "left_out");
   if (asked) return settle(how, await askAbout(asked.message));
   refuse(written);
   if (!written.ok) return;
   const { config } = written.data;
-  const begun = isRest ? await queueBoth(written.data) : how === "write" ? written : await api(`/api/training/${how}`, { method: "POST", body: { config } });
+  const begun = await go(how, written);
   refuse(begun);
   if (begun.ok) {
     clear();
@@ -306,6 +391,13 @@ async function begin(how, agreed = false) {
   }
   tell(begun.ok ? "" : say("config/{config} is written, and cannot start yet.", { config }));
   await openConfig(config);
+}
+
+// What follows the written config; resolves to the last answer.
+async function go(how, written) {
+  if (how === "write") return written;
+  if (how === "rest") return queueBoth(written.data);
+  return api(`/api/training/${how}`, { method: "POST", body: { config: written.data.config } });
 }
 
 async function settle(how, choice) {
@@ -339,7 +431,8 @@ function clear() {
 page("#drop-discard").addEventListener("click", async () => {
   const dialog = page("#start-ask");
   page("#start-ask-title").textContent = say("Discard these files?");
-  dialog.querySelector(".what").textContent = say("The copies in {folder} are deleted, with the captions that were written here. Your own files stay where they are.", { folder });
+  const what = say("The copies in {folder} are deleted, with the captions that were written here. Your own files stay where they are.", { folder });
+  dialog.querySelector(".what").textContent = what;
   for (const value of ["rest", "write"]) dialog.querySelector(`[value=${value}]`).hidden = true;
   const agree = dialog.querySelector("[value=agree]");
   agree.textContent = say("Delete the copies");

@@ -13,6 +13,7 @@ panel.setAttribute("aria-labelledby", "use-title");
 document.body.append(panel);
 
 let latest = 0; // number of the last panel that was asked for
+let shownQuery = null; // the weights in the panel
 
 async function openPanel(query) {
   const mine = (latest += 1);
@@ -21,7 +22,7 @@ async function openPanel(query) {
   const html = answer?.ok ? await answer.text() : await refusalOf(answer);
   if (mine !== latest || asked !== run) return; // other weights, or another run, were chosen meanwhile
   panel.replaceChildren(...parsed(html).childNodes);
-  panel.query = query;
+  shownQuery = query;
   if (!panel.open) panel.showModal();
 }
 
@@ -40,8 +41,8 @@ function use({ use: step, strength, ema }) {
 
 panel.addEventListener("change", (event) => {
   if (!event.target.matches("[data-built-in]")) return;
-  panel.query.set("built_in", event.target.checked ? "1" : "0");
-  openPanel(panel.query);
+  shownQuery.set("built_in", event.target.checked ? "1" : "0");
+  openPanel(shownQuery);
 });
 panel.addEventListener("click", (event) => {
   if (event.target === panel) panel.close();
@@ -152,16 +153,21 @@ pane.addEventListener("click", (event) => {
 
 // ---- In the viewer ----
 
+// A star or "Use this" of a cell, for the viewer: the control of the table does the work.
+function twinOf(control) {
+  const twin = control.cloneNode(true);
+  twin.addEventListener("click", () => {
+    if (twin.dataset.use) {
+      use(twin.dataset);
+      return;
+    }
+    star(control);
+    show(twin, control.getAttribute("aria-pressed") === "true");
+  });
+  return twin;
+}
+
 moreTools.push(({ button }) => {
   const choice = button.closest("td")?.querySelector(".choice");
-  if (!choice) return [];
-  return [...choice.children].map((control) => {
-    const shown = control.cloneNode(true);
-    shown.addEventListener("click", () => {
-      if (shown.dataset.use) return void use(shown.dataset);
-      star(control);
-      show(shown, control.getAttribute("aria-pressed") === "true");
-    });
-    return shown;
-  });
+  return choice ? [...choice.children].map(twinOf) : [];
 });
