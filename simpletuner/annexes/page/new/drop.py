@@ -76,12 +76,15 @@ def put_out(request: Request, body: dict[str, Any]) -> Response:
     The body is `{"folder", "out"}` with the names of `files` or a `kind` of fault.
 
     Raises:
-        Refusal: 404 for a file that the folder does not have.
+        Refusal: 404 for a file that the folder does not have, 409 for a kind before all files have
+            been looked at.
     """
     project = project_of(request)
     names = body.get("files")
-    files = _files(project, body, seconds=0 if isinstance(names, list) else LOOK_SECONDS)
-    if not isinstance(names, list):
+    if isinstance(names, list):
+        files = _files(project, body, seconds=0)
+    else:
+        files = _files(project, body)
         if not files.is_complete:
             raise Refusal(409, "Not all files have been looked at yet.")
         names = files.of_kind(str(body.get("kind") or LEFT_OUT))

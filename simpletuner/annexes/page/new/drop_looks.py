@@ -59,6 +59,8 @@ class Look:
     grid: NDArray[np.int16] | None = None
 
 
+# What is remembered, by folder: the look of each file, and the files that show the same with a hash
+# of the looks by which they were found.
 _looks: dict[Path, dict[str, Look]] = defaultdict(dict)
 _groups: dict[Path, tuple[int, list[list[str]]]] = {}
 # One request decodes at a time: the page asks again and again, from several tabs.
@@ -188,7 +190,8 @@ def duplicates_among(
     copies: dict[str, str] = {}
     for group in _duplicate_groups(folder, looks):
         members = sorted((name for name in group if name not in excluded), key=_by_size(looks))
-        copies |= dict.fromkeys(members[1:], members[0] if members else "")
+        for copy in members[1:]:
+            copies[copy] = members[0]
     return copies
 
 
@@ -200,7 +203,8 @@ def _duplicate_groups(folder: Path, looks: Mapping[str, Look]) -> list[list[str]
         names = [name for name, look in looks.items() if look.grid is not None]
         grids = [look.grid for look in looks.values() if look.grid is not None]
         groups = [[names[index] for index in group] for group in near_duplicates(grids)]
-        known = _groups[folder] = (version, groups)
+        known = (version, groups)
+        _groups[folder] = known
     return known[1]
 
 

@@ -218,8 +218,11 @@ def check_trigger(run: NewRun, media: MediaFolder) -> None:
     Raises:
         Refusal: 422.
     """
-    is_known = bool(media.words) and run.trigger == media.words
-    reason = "" if run.purpose == "edit" or is_known else why_incomplete(run.purpose, run.trigger)
+    if run.purpose == "edit":
+        return  # it has no such words
+    if media.words and run.trigger == media.words:
+        return  # the words of a concept, as they were proposed
+    reason = why_incomplete(run.purpose, run.trigger)
     if reason:
         raise Refusal(422, [Problem("trigger", reason)])
 
@@ -230,12 +233,11 @@ def check_left_out(left_out: LeftOut, body: dict[str, Any]) -> None:
     Raises:
         Refusal: 422 if all would be, 409 if many would be and the user has not agreed.
     """
-    sentence = f"{left_out.describe()} {counted(left_out.trained, 'other')} would be trained."
     if not left_out.trained:
-        raise Refusal(
-            422, [Problem("left_out", f"{left_out.describe()} Nothing would be trained.")]
-        )
+        sentence = f"{left_out.describe()} Nothing would be trained."
+        raise Refusal(422, [Problem("left_out", sentence)])
     if left_out.is_much and body.get("agreed") is not True:
+        sentence = f"{left_out.describe()} {counted(left_out.trained, 'other')} would be trained."
         raise Refusal(409, [Problem("left_out", sentence)])
 
 

@@ -129,17 +129,18 @@ def parts() -> list[dict[str, Any]]:
 
 @functools.cache
 def placed_fields() -> tuple[Field, ...]:
-    """Every option with its `place` on the page: an everyday group, or else its section."""
-    order = {key: (group.id, number) for group in EVERYDAY for number, key in enumerate(group.keys)}
-    last = len(all_options())
-    content = []
-    for field in fields():
-        place, _ = order.get(field["name"], (field["section"], 0))
-        heading = "" if place != field["section"] else field["group"]
-        everyday = {"common": True} if place != field["section"] else {}
-        content.append({**field, "place": place, "group": heading, **everyday})
-    content.sort(key=lambda field: order.get(field["name"], ("", last))[1])
-    return tuple(content)
+    """Every option with its `place` on the page: an everyday group, or else its section.
+
+    The everyday ones come first, in the order of their groups.
+    """
+    by_name = {field["name"]: field for field in fields()}
+    everyday: list[Field] = []
+    for group in EVERYDAY:
+        for key in group.keys:
+            field = by_name.pop(key)
+            everyday.append({**field, "place": group.id, "group": "", "common": True})
+    others = [{**field, "place": field["section"]} for field in by_name.values()]
+    return (*everyday, *others)
 
 
 def tab(request: Request) -> Response:

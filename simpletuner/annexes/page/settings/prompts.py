@@ -283,15 +283,16 @@ def entry_of(row: Mapping[str, str], before: Any) -> Any:
         return {"prompt": prompt, **settings} if settings else prompt
     entry: dict[str, Any] = {}
     for key, value in before.items():
-        if key == "prompt":
-            entry[key] = prompt
-        elif key not in PARSERS:
+        if key not in PARSERS:
             entry[key] = value
         elif key in settings:
             # As it was spelled, unless it was changed.
             is_same = as_user_text(value) == row.get(key)
             entry[key] = value if is_same else settings[key]
-    return {**entry, "prompt": prompt, **{key: entry.get(key, settings[key]) for key in settings}}
+    entry["prompt"] = prompt
+    for key, value in settings.items():
+        entry.setdefault(key, value)
+    return entry
 
 
 def value_in_file(key: str, text: str) -> Any:

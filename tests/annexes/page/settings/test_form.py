@@ -433,7 +433,8 @@ def test_redaction_of_one_request_does_not_affect_another(
 
 def test_the_plan_on_the_page_names_no_flag_of_the_terminal() -> None:
     advice = "To train on the CPU, run train --yes or set i_know_what_i_am_doing."
-    problem = {"key": "device", "message": f"no GPU was found. {advice}", "fatal": False}
+    message = f"no GPU was found. {advice}"
+    problem = {"key": "device", "kind": "consent", "message": message, "fatal": False}
 
     document = document_in(json.dumps({"problems": [problem]}), "", "/tmp/plan")
 
