@@ -204,7 +204,7 @@ def block_sparse(tmp_path: Path) -> Workspace:
 def test_block_sparse_attention_plans_with_measured_densities(
     block_sparse: Workspace, capsys: Capture
 ) -> None:
-    plan_for_a_gpu = ("--dry-run", "--device-memory=80")
+    plan_for_a_gpu = ("--dry-run", "--verbose", "--device-memory=80")
     assert block_sparse.train(*plan_for_a_gpu) == 0
     assumed = "attention density (share of the tiles visited): 25 % at 128x128@5 (assumed)"
     assert assumed in capsys.readouterr().out
