@@ -155,12 +155,13 @@ def test_a_slider_shows_the_previews_of_any_step(page: Any, finished: Path) -> N
 
     page.get_by_label("beside").select_option("nothing")
     page.get_by_label("Step of the previews").press("Home")
-    page.get_by_role("button", name="Small", exact=True).click()
+    small = page.get_by_role("group", name="Size of the previews").get_by_role(
+        "button", name="Small"
+    )
+    small.click()
     page.reload()
 
-    expect(page.get_by_role("button", name="Small", exact=True)).to_have_attribute(
-        "aria-pressed", "true"
-    )
+    expect(small).to_have_attribute("aria-pressed", "true")
     page.get_by_label("Step of the previews").press("Home")
     expect(page.locator(".shots.main button.preview").last).to_have_attribute("data-step", "0")
 
@@ -304,7 +305,7 @@ def test_a_run_with_a_sweep_fits_the_screen_of_a_phone(
 ) -> None:
     with opened(browser, project.folder, f"?run={run_id(swept)}#run") as page:
         page.set_viewport_size({"width": 400, "height": 800})
-        expect(page.get_by_text("lowest loss", exact=True).first).to_be_visible()
+        expect(page.get_by_role("heading", name="Checkpoints compared")).to_be_visible()
         assert page.evaluate("document.documentElement.scrollWidth") <= 400
 
 
