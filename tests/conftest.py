@@ -193,7 +193,7 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     paths = ("CONFIG_PATH", "CONFIG_BACKEND", "CONFIG_TYPE", "SIMPLETUNER_CONFIG_DIR")
-    for name in (*ENV_VARIABLES, *LAUNCH_VARIABLES, EXTRA_ARGUMENTS, *paths):
+    for name in (*ENV_VARIABLES, *LAUNCH_VARIABLES, EXTRA_ARGUMENTS, *paths, "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
 
 
