@@ -350,7 +350,7 @@ def test_steps_and_epochs_must_agree(workspace: Workspace, capsys: Capture) -> N
     )
 
     problem = complaint(workspace, capsys, "plan", "num_train_epochs=0", "max_train_steps=0")
-    assert "are both 0" in problem
+    assert "is 0, as max_train_steps is" in problem
 
     warnings(workspace, capsys, "num_train_epochs=2", "max_train_steps=0")
     warnings(workspace, capsys, "num_train_epochs=0")

@@ -117,9 +117,11 @@ def test_every_part_of_every_kind_of_run_is_shown(page: TestClient, tmp_path: Pa
         assert "This part cannot be shown" not in "".join(parts.values()), run.name
         assert ("<h2>Result</h2>" in parts["results"]) == (run.saved != "nothing"), run.name
         assert ("<h2>Checkpoints compared</h2>" in parts["results"]) == run.swept, run.name
-        # The best is marked among weights that exist, and only near a measured step.
+        # The best weights are marked, if their step has a column: the comparison has step 2, and
+        # the previews have step 3, which is the last one.
         is_saved = run.state == "stopped" and run.media != "nothing"
-        is_shown = run.saved == "result" or (run.saved == "checkpoint" and (run.swept or is_saved))
+        has_last = run.saved == "result" or (run.saved == "checkpoint" and is_saved)
+        is_shown = run.saved != "nothing" and has_last != run.swept
         assert (">lowest loss<" in parts["results"]) == (run.evaluated and is_shown), run.name
 
 
