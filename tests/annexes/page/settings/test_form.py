@@ -436,7 +436,7 @@ def test_the_plan_on_the_page_names_no_flag_of_the_terminal() -> None:
     message = f"no GPU was found. {advice}"
     problem = {"key": "device", "kind": "consent", "message": message, "fatal": False}
 
-    document = document_in(json.dumps({"problems": [problem]}), "", "/tmp/plan")
+    document = document_in(json.dumps({"problems": [problem]}), "", "plan")
 
     (shown,) = document["problems"]
     assert "--yes" not in shown["message"]
