@@ -131,6 +131,7 @@ def _column(section: str, language: str) -> Mapping[str, str]:
 @cache
 def _words(language: str) -> Mapping[str, str]:
     """All translations into a language."""
-    return {
-        text: said for section in _tables() for text, said in _column(section, language).items()
-    }
+    words: dict[str, str] = {}
+    for section in _tables():
+        words |= _column(section, language)
+    return words

@@ -212,7 +212,8 @@ def finished(steps: int, history: RunHistory, file: str) -> str:
     # Of a run of several sessions, the events have only the last one.
     if history.began and history.start_step == 0:
         time = clock_text(history.at - history.began)
-        one, several = "Finished: {count} step in {time}.", "Finished: {count} steps in {time}."
+        one = "Finished: {count} step in {time}."
+        several = "Finished: {count} steps in {time}."
         text = say_counted(steps, one, several, time=time)
     if file not in VERIFIED:
         return text

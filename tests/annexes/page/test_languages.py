@@ -214,7 +214,8 @@ def test_numbers_have_the_plural_of_the_language(language: str, count: int, text
 
 
 def test_hindi_has_the_singular_for_none() -> None:
-    one, several = "{count} step is done.", "{count} steps are done."
+    one = "{count} step is done."
+    several = "{count} steps are done."
 
     with speaking("hi"):
         assert say_counted(0, one, several) == "0 स्टेप पूरा हुआ।"

@@ -12,28 +12,13 @@ import pytest
 from PIL import Image, ImageFilter
 from starlette.testclient import TestClient
 
-from simpletuner.annexes.page.guard import Access, Guard
 from simpletuner.annexes.page.new import drop_looks
-from simpletuner.annexes.page.project import Project
-from simpletuner.annexes.page.serve import create_app
 from simpletuner.data.clips import probe_clip
 from tests.annexes.page.new.test_start_card import put, zipped
 from tests.tools.clips import write_clip
 from tests.tools.web_server import picture
 
 SUBJECT = {"purpose": "subject", "trigger": "zkt, a grey cat"}
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path.resolve()
-
-
-@pytest.fixture
-def page(folder: Path) -> TestClient:
-    app = Guard(create_app(Project(folder)), Access())
-    return TestClient(app, base_url="http://localhost:8001", raise_server_exceptions=False)
 
 
 def sharp(seed: int = 0, size: tuple[int, int] = (320, 240)) -> Image.Image:

@@ -19,30 +19,15 @@ from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 import pytest
 from starlette.testclient import TestClient
 
-from simpletuner.annexes.page.guard import Access, Guard
 from simpletuner.annexes.page.new import receive, start_card
 from simpletuner.annexes.page.new.drop_folder import LEDGER
 from simpletuner.annexes.page.new.receive import HIDDEN, safe_name
-from simpletuner.annexes.page.project import Project
-from simpletuner.annexes.page.serve import create_app
 from tests.annexes.page.page import serving
 from tests.tools.clips import write_clip
 from tests.tools.processes import PATIENCE
 from tests.tools.web_server import picture
 
 BYTES = {"Content-Type": "application/octet-stream"}
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path.resolve()
-
-
-@pytest.fixture
-def page(folder: Path) -> TestClient:
-    app = Guard(create_app(Project(folder)), Access())
-    return TestClient(app, base_url="http://localhost:8001", raise_server_exceptions=False)
 
 
 @pytest.fixture
