@@ -144,7 +144,7 @@ _bitsandbytes = partial(_whole_weights, package=BITSANDBYTES, moments=1)
 # The module of optimi's classes with a second moment that decays in bf16 too.
 DECAYING = "simpletuner.training.own_optimizers"
 OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
-    "adamw_bf16": _optimi_adam(f"{DECAYING}:AdamW", ADAMW | {"eps": 1e-6}),
+    "adamw_bf16": _optimi_adam(f"{DECAYING}:AdamW", ADAMW),
     "adamw": _torch_adam("torch.optim:AdamW", AMSGRAD),
     "torch-adamw": _torch_adam("torch.optim:AdamW", AMSGRAD),
     "torch-adam": _torch_adam("torch.optim:Adam", ADAM | {"amsgrad": False}),
@@ -222,6 +222,7 @@ ADAM_KEYS = {
     "adam_epsilon": "eps",
 }
 PAIR = {"optimizer_beta1": "beta1", "optimizer_beta2": "beta2"}
+SETTING_KEYS = (*ADAM_KEYS, *PAIR, "optimizer_config")
 
 # bf16 has 8 significant bits: a relative change below half the spacing of its numbers, 2**-9 to
 # 2**-8, is rounded away.
@@ -326,11 +327,16 @@ def trained_precision(config: OptimizerConfig, precision: PrecisionConfig) -> st
 def optimizer_settings(config: OptimizerConfig, mixed_precision: str) -> dict[str, OptimizerValue]:
     """The optimizer's settings: its defaults, overridden by the keys that are set."""
     spec = OPTIMIZERS[optimizer_name(config, mixed_precision)]
+    return {**spec.settings, **chosen_settings(config, spec)}
+
+
+def chosen_settings(config: OptimizerConfig, spec: OptimizerSpec) -> dict[str, OptimizerValue]:
+    """The settings of an optimizer that the keys set."""
+    settings: dict[str, OptimizerValue] = {}
     # The most specific key comes last.
-    settings = dict(spec.settings)
     if spec.is_adam:
         settings |= _set_values(config, ADAM_KEYS)
-    if "beta1" in settings:  # not momentum, as in SGD and RMSprop
+    if "beta1" in spec.settings:  # not momentum, as in SGD and RMSprop
         settings |= _set_values(config, PAIR)
     return settings | _overrides(config, spec, Problems())
 

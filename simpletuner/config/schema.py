@@ -256,8 +256,9 @@ class OptimizerConfig(Group):
         None, ge=0, le=100, default_note="0.01 for plain adamw"
     )
     """How strongly optimizers of the Adam kind pull weights towards 0."""
-    adam_epsilon: Number | None = option(None, gt=0, le=1, default_note="1e-8 for plain adamw")
-    """Added to the denominator in optimizers of the Adam kind, against division by 0."""
+    adam_epsilon: Number | None = option(None, gt=0, le=1, default_note="1e-8, with optimi 1e-6")
+    """Added to the denominator in optimizers of the Adam kind, against division by 0. Where
+    gradients are as small as this number, it halves the updates."""
     optimizer_release_gradients: Flag = option(
         False,
         requires=when(model_type="full", because="the gradients of a LoRA are small", fatal=True),
@@ -767,8 +768,10 @@ FAMILY_FIXED = "fixed by the family"
 CHOSEN = "chosen by offload auto"
 BY_SIZE = "chosen by the size of previews"
 BY_COST = "chosen by the cost of previews"
+KEPT = "default when the run began"
 # Checkpoints record these origins, so their texts must not change.
-NOT_SET_BY_USER = ("default", FAMILY_DEFAULT, FAMILY_FIXED, CHOSEN, BY_SIZE, BY_COST)
+NOT_SET_BY_USER = ("default", FAMILY_DEFAULT, FAMILY_FIXED, CHOSEN, BY_SIZE, BY_COST, KEPT)
+DEFAULTS = ("default", FAMILY_DEFAULT, KEPT)  # of them, those that no rule has chosen
 
 
 @dataclass(frozen=True)
@@ -860,19 +863,22 @@ class RunConfig:
         updates: dict[str, Any] = {}
         for attribute in GROUPS:
             updates[attribute] = _with_values(getattr(self, attribute), values)
-        techniques = {
-            kind: _with_values(group, values) for kind, group in self.techniques.groups.items()
-        }
-        updates["techniques"] = TechniqueOptions(techniques)
+        updates["techniques"] = TechniqueOptions(_all_with_values(self.techniques, values))
+        updates["family"] = FamilyOptions(_all_with_values(self.family, values))
         return replace(self, **updates, origins={**self.origins, **dict.fromkeys(values, origin)})
+
+    @property
+    def groups(self) -> Mapping[type[Group], Group]:
+        """Every group, by its class."""
+        values: dict[type[Group], Group] = {
+            group: getattr(self, attribute) for attribute, group in GROUPS.items()
+        }
+        return values | {**self.techniques.groups, **self.family.groups}
 
     @functools.cached_property  # half of a plan's rules read it
     def flat(self) -> Mapping[str, Any]:
         """Every key and its value, for snapshots and the plan."""
-        values: dict[type[Group], Group] = {
-            group: getattr(self, attribute) for attribute, group in GROUPS.items()
-        }
-        values |= {**self.techniques.groups, **self.family.groups}
+        values = self.groups
         flat: dict[str, Any] = {}
         for group in all_groups():
             flat |= values[group].model_dump(by_alias=True)
@@ -883,6 +889,12 @@ def _with_values(group: GroupType, values: Mapping[str, Any]) -> GroupType:
     """A group with some values replaced, not validated: they come from this program."""
     changes = {name: value for name, value in values.items() if name in type(group).model_fields}
     return group.model_copy(update=changes) if changes else group
+
+
+def _all_with_values(
+    options: OptionsByGroup, values: Mapping[str, Any]
+) -> dict[type[Group], Group]:
+    return {kind: _with_values(group, values) for kind, group in options.groups.items()}
 
 
 _HINTS = get_type_hints(RunConfig)

@@ -27,9 +27,10 @@ from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.planning import checks, dataset_checks, effects
-from simpletuner.planning.checkpoint_folder import Checkpoint
+from simpletuner.planning.checkpoint_folder import Checkpoint, select_checkpoint
 from simpletuner.planning.entries import data_context
 from simpletuner.planning.environment import as_launched, as_rendered, check_environment
+from simpletuner.planning.kept_defaults import with_defaults_of
 from simpletuner.planning.length import check_schedule, data_origin, plan_length
 from simpletuner.planning.plans import Length, Model, Plan, PreviewPlan, Survey, make_sampler
 from simpletuner.planning.prompt_checks import (
@@ -174,14 +175,18 @@ def plan_training(arguments: Arguments, purpose: Literal["train", "caches"] = "t
     report = arguments.problems
     launched = read_settings(arguments, report)
     model, entries = find_model(launched, purpose, report)
+    run = model.config.run
+    resume = select_checkpoint(run.resume_from_checkpoint, model.output_dir, report)
+    if resume is not None:
+        model = replace(model, config=with_defaults_of(resume, model.config))
     problems = checks.find_problems(model, purpose)
     report.extend(checks.worth_reporting(problems, model.config))
     previews = plan_previews(model, Rendering(), report)
 
     # So far, settings and headers of weights were read; from here on, files that the settings name.
     targets = trained_layers(model.config, model.spec, model.flavour, model.source, report)
-    # Before the seed, which a continued run takes from its checkpoint.
-    resume = check_resume(model, targets, report)
+    if resume is not None:
+        check_resume(model, resume, targets, report)
     seed = decide_seed(model.config.run.seed, resume)
     datasets = list_datasets(model, entries, arguments, report)
     # What follows needs complete datasets; after an error it would only report consequences.

@@ -36,8 +36,9 @@ from simpletuner.hashing import hash_json
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.lora_layers import Targets
 from simpletuner.models.source import ModelSource
-from simpletuner.planning.checkpoint_folder import Checkpoint, Identity, select_checkpoint
+from simpletuner.planning.checkpoint_folder import Checkpoint, Identity
 from simpletuner.planning.environment import allows_other_batch_size
+from simpletuner.planning.kept_defaults import OPTIMIZER
 from simpletuner.planning.lineage import find_branch
 from simpletuner.planning.plans import Model, Plan
 from simpletuner.weights.lora_names import LORA_FILE
@@ -80,8 +81,6 @@ FILES_RECORDED = 10_000
 # Endings of recorded keys, after the id of a dataset.
 CAPTIONS = ".captions"
 SIZES = ".resolution"
-# Beginning of recorded keys, before the name of an optimizer's setting, whichever key sets it.
-OPTIMIZER = "optimizer_config."
 
 
 def decide_seed(configured: int | None, resume: Checkpoint | None) -> int:
@@ -99,13 +98,8 @@ def decide_seed(configured: int | None, resume: Checkpoint | None) -> int:
     return configured
 
 
-def check_resume(model: Model, targets: Targets, report: Problems) -> Checkpoint | None:
-    """The checkpoint to continue from; reports changed settings before weights are loaded."""
-    checkpoint = select_checkpoint(
-        model.config.run.resume_from_checkpoint, model.output_dir, report
-    )
-    if checkpoint is None:
-        return None
+def check_resume(model: Model, checkpoint: Checkpoint, targets: Targets, report: Problems) -> None:
+    """Report what has changed since a checkpoint, before weights are loaded."""
     _check_model(model, checkpoint, report)
     _check_batch(model.config, checkpoint, report)
     branch = find_branch(model.output_dir, checkpoint)
@@ -123,7 +117,6 @@ def check_resume(model: Model, targets: Targets, report: Problems) -> Checkpoint
         # Otherwise the run needs another output_dir anyway, and its changed settings would only
         # add lines.
         _check_settings(mathematics(model, targets), checkpoint, report)
-    return checkpoint
 
 
 def _check_model(model: Model, checkpoint: Checkpoint, report: Problems) -> None:

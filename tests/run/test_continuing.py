@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from simpletuner.config.optimizers import AMSGRAD, OPTIMIZERS
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.adapter import PreviewRequest, TextRequest
 from simpletuner.models.kandinsky5.blocks import TextPadding
@@ -243,6 +245,27 @@ def test_changed_optimizer_settings_apply_and_are_reported(
     )
     assert expected in capsys.readouterr().out
     assert trained.path(LORA).read_bytes() != unchanged.path(LORA).read_bytes()
+
+
+@pytest.mark.slow(3)
+def test_a_run_that_began_with_another_default_continues_bit_for_bit(
+    filled: Workspace, tmp_path: Path, capsys: Capture
+) -> None:
+    with pytest.MonkeyPatch.context() as earlier_version:
+        earlier = replace(OPTIMIZERS["adamw"], settings=AMSGRAD | {"eps": 1e-3})
+        earlier_version.setitem(cast(Any, OPTIMIZERS), "adamw", earlier)
+        whole = filled.copy(tmp_path / "whole", max_train_steps=4)
+        assert whole.train() == 0
+        begun = filled.copy(tmp_path / "begun", max_train_steps=2)
+        assert begun.train() == 0
+    capsys.readouterr()
+
+    for steps in (3, 4):  # what a continued run keeps, the next one keeps too
+        assert begun.train(f"max_train_steps={steps}") == 0
+
+    assert "was trained with" not in capsys.readouterr().out
+    assert begun.path(LORA).read_bytes() == whole.path(LORA).read_bytes()
+    assert begun.metrics() == whole.metrics()
 
 
 def test_a_run_can_switch_to_half_precision_and_back(trained: Workspace) -> None:

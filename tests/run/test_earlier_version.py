@@ -1,15 +1,12 @@
 """Runs of version 0.1.0 in this version: continued, sampled, compared, replayed and listed.
 
-`runs-0.1.0.zip` holds two short runs of the demo, written by the last commit of 0.1.0, each with a
-step that failed. `plain` set removed keys to their defaults; `layersync` was trained with two
-removed features.
+The runs are those of `tests/tools/earlier_runs.py`.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +19,10 @@ from simpletuner.annexes.page.serve import create_app
 from simpletuner.config.absent import removed_keys
 from simpletuner.config.records import LAST_WITH, trained_with_removed, without_removed
 from simpletuner.config.schema import option_names
-from simpletuner.config.sources import EXAMPLES
 from simpletuner.errors import Problems
+from tests.tools.earlier_runs import PLAIN_FAILURE, unpack_earlier_runs
 from tests.tools.workspace import Workspace
 
-RUNS = Path(__file__).parents[1] / "data" / "runs-0.1.0.zip"
-PLAIN_FAILURE = "runs/plain/failures/step-5"
 LAYERSYNC_FAILURE = "runs/layersync/failures/step-5"
 CONFIG = f"{PLAIN_FAILURE}/config.json"
 PLAIN_RECORD = "runs/plain/checkpoint-4/config.json"
@@ -42,12 +37,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def old(tmp_path: Path) -> Workspace:
-    """A folder with both runs, and the demo's model and pictures where their configs look."""
-    with zipfile.ZipFile(RUNS) as archive:
-        archive.extractall(tmp_path / "runs")
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "examples").symlink_to(EXAMPLES)
-    return Workspace(tmp_path)
+    return unpack_earlier_runs(tmp_path)
 
 
 def test_a_run_without_removed_features_continues(old: Workspace, capsys: Capture) -> None:

@@ -661,7 +661,7 @@ def test_defaults_are_the_documented_ones() -> None:
     assert settings("adamw_bf16") == {
         "beta1": 0.9,
         "beta2": 0.999,
-        "eps": 1e-6,
+        "eps": 1e-8,
         "weight_decay": 0.01,
     }
     assert settings("optimi-adamw") == {
@@ -673,6 +673,22 @@ def test_defaults_are_the_documented_ones() -> None:
 
     adamw = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False}
     assert settings("adamw") == settings("torch-adamw") == adamw
+
+
+@pytest.mark.parametrize("rms", [1e-2, 1e-6, 1e-7])
+def test_adamw_bf16_moves_weights_as_adamw_does_however_small_gradients_are(rms: float) -> None:
+    """Compared by the mean size of what 20 steps change, from weights of 0 that can show it."""
+    changed: dict[str, float] = {}
+    for name, dtype in (("adamw", torch.float32), ("adamw_bf16", torch.bfloat16)):
+        generator = torch.Generator().manual_seed(0)
+        weight = nn.Parameter(torch.zeros(64, 16, dtype=dtype))
+        optimizer = build(name, [weight], lr=1e-3)
+        for _ in range(20):
+            weight.grad = (torch.randn(64, 16, generator=generator) * rms).to(dtype)
+            optimizer.step()
+        changed[name] = weight.detach().float().norm().item()
+
+    assert changed["adamw_bf16"] == pytest.approx(changed["adamw"], rel=0.02)
 
 
 def test_explicit_settings_override_defaults_in_the_optimizer() -> None:

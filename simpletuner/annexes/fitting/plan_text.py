@@ -22,7 +22,7 @@ from simpletuner.budget.device import Device, gigabytes
 from simpletuner.budget.disk import feature_costs, find_writings
 from simpletuner.caching.catalogue import Entries
 from simpletuner.config.optimizers import learning_rate, peak_learning_rate
-from simpletuner.config.schema import LaunchConfig, OffloadConfig
+from simpletuner.config.schema import DEFAULTS, LaunchConfig, OffloadConfig
 from simpletuner.config.types import as_user_text
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.file_names import is_junk
@@ -48,7 +48,6 @@ SHOWN_BUCKETS = 4
 REASONS = {"held out": "held out", "not chosen": "not chosen", "no caption": "without a caption"}
 NOT_USABLE = "not usable"
 KINDS = (*REASONS.values(), NOT_USABLE)
-FAMILY_DEFAULT = "family default"
 # Keys that a dataset may have, too; if all of them do, the run's value says nothing.
 OF_DATASETS = ("resolution", "aspect_bucket_alignment")
 
@@ -154,7 +153,8 @@ def _settings_lines(
             continue
         groups.setdefault(origin, []).append((name, as_user_text(value)))
     if not verbose:
-        groups.pop(FAMILY_DEFAULT, None)
+        for origin in DEFAULTS:
+            groups.pop(origin, None)
     for origin, rows in groups.items():
         yield layout.shorten(f"Settings ({origin})", used=0)
         yield from layout.pairs(rows)
