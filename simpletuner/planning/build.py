@@ -23,8 +23,9 @@ from simpletuner.data.sample import Sample
 from simpletuner.data.schedule import Origin
 from simpletuner.errors import ConfigError, Problems, did_you_mean
 from simpletuner.models.adapter_kinds import trained_layers
+from simpletuner.models.other_models import why_not_trained, why_not_trained_from
 from simpletuner.models.registry import FAMILIES, canonical_family_name
-from simpletuner.models.source import ModelSource
+from simpletuner.models.source import MODEL_KEY, ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.planning import checks, dataset_checks, effects
 from simpletuner.planning.checkpoint_folder import Checkpoint, select_checkpoint
@@ -73,11 +74,10 @@ def find_family(layers: Sequence[Layer], report: Problems) -> FamilySpec | None:
     name = canonical_family_name(named["model_family"])
     if name in FAMILIES:
         return FAMILIES[name].for_flavour(named.get("model_flavour"))
-    report.error(
-        "model_family",
-        f"{named['model_family']!r} is not one of: {', '.join(FAMILIES)}."
-        f"{did_you_mean(name, FAMILIES)}",
-    )
+    why = why_not_trained(name)
+    if not why:
+        why = f"is not one of: {', '.join(FAMILIES)}.{did_you_mean(name, FAMILIES)}"
+    report.error("model_family", f"{named['model_family']!r} {why}")
     return None
 
 
@@ -88,7 +88,10 @@ def find_flavour(config: RunConfig, spec: FamilySpec, report: Problems) -> Flavo
     if name is None or name in names:
         return spec.flavour(name)
     families = [family for family, known in FAMILIES.items() if name in known.flavour_names]
-    if families:
+    why = why_not_trained(name)
+    if why:
+        message = f"{name!r} {why}"
+    elif families:
         message = f"{name!r} belongs to {families[0]}; {spec.name} has: {', '.join(names)}."
     else:
         # A suggestion keeps the task: i2v-lite-pretrain-5s looks most like a flavour of t2v.
@@ -311,6 +314,7 @@ def _model(
 ) -> tuple[Model, list[DatasetConfig]]:
     """The model of a family, and the entries of the datasets for its task."""
     flavour = find_flavour(config, spec, report)
+    _check_published_model(config.model.pretrained_model_name_or_path, report)
     flavour, entries = choose_task(flavour, entries, has_picture=bool(rendering.pictures))
     source = ModelSource.from_settings(spec, flavour, config.flat)
     source = source.with_transformer(rendering.transformer)
@@ -321,6 +325,13 @@ def _model(
         grid = {"aspect_bucket_alignment": spec.defaults["aspect_bucket_alignment"]}
         config = replace(config, datasets=config.datasets.model_copy(update=grid))
     return Model(config=config, spec=spec, flavour=flavour, source=source), entries
+
+
+def _check_published_model(location: str | None, report: Problems) -> None:
+    """Refuse published models that are not trained here by name, before they are downloaded."""
+    why = why_not_trained_from(location) if location else ""
+    if why:
+        report.error(MODEL_KEY, f"{location!r} {why}")
 
 
 def plan_previews(model: Model, rendering: Rendering, report: Problems) -> PreviewPlan:

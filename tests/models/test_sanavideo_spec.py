@@ -42,25 +42,6 @@ def test_sana_is_registered_with_480p_as_default() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"model_flavour": "2b-480p-longlive"}, "block by block"),
-        (
-            {"pretrained_model_name_or_path": "Efficient-Large-Model/SANA-Video_2.0_5B_720p"},
-            "another architecture",
-        ),
-    ],
-)
-def test_models_without_a_pipeline_in_diffusers_are_refused(
-    settings: dict[str, str], reason: str
-) -> None:
-    problem = resolve_sana(**settings)[1]["model_flavour"]
-
-    assert problem.fatal
-    assert reason in problem.message
-
-
 def test_720p_has_its_own_grid() -> None:
     spec = SANA_VIDEO.for_flavour("2b-720p")
     assert spec.latent_size(1280, 704, 81) == (11, 22, 40)

@@ -38,12 +38,6 @@ SCHEDULERS = (
 )
 LONGEST_CLIP = 81  # frames that the model was trained with
 POSITIONS = 1024  # tokens per side in the position table
-NOT_SUPPORTED = {
-    "longlive": (
-        "LongLive generates block by block, for which diffusers has no pipeline to train for"
-    ),
-    "video_2.0": "Sana Video 2.0 has another architecture, which diffusers does not have yet",
-}
 
 # The feed-forward has no linear layers, but its two pointwise convolutions are linear in each
 # position.
@@ -95,11 +89,6 @@ def text_fingerprint(options: FamilyOptions, flavour: Flavour) -> str:
 
 def check_video(config: RunConfig, flavour: Flavour, report: Problems) -> None:
     """Problems and hints for Sana Video."""
-    model = config.model
-    model_names = f"video_{model.model_flavour} {model.pretrained_model_name_or_path}".lower()
-    for word, reason in NOT_SUPPORTED.items():
-        if word in model_names:
-            report.error("model_flavour", f"cannot be trained: {reason}.")
     if config.techniques.of(TreadConfig).tread_config is not None:
         message = (
             "cannot be used with Sana Video: its feed-forward is a convolution over the whole "
