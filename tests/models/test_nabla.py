@@ -12,14 +12,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletuner.models.kandinsky5 import flex, tile_attention
+from simpletuner.models.cost import BatchShape, Kernels
+from simpletuner.models.kandinsky5 import flex, options, tile_attention
+from simpletuner.models.kandinsky5.cost import VIDEO_COST
 from simpletuner.models.kandinsky5.nabla import TileAttention, tile_mask
 from simpletuner.speed.compile import configure_compiler
+from tests.tools.peak_memory import Peak
 from tests.tools.saved_tensors import saved_bytes
 from tests.tools.tolerances import MODEL, assert_close
 
@@ -85,8 +89,56 @@ def test_a_block_mask_lists_the_visible_tiles() -> None:
 
     assert mask.shape == (2, 2, 5 * 64, 5 * 64)
     assert torch.equal(mask.to_dense().bool(), tiles)
-    largest = max(tensor.numel() for tensor in flex.lists_of(mask))
-    assert largest <= tiles.numel(), "nothing has the size of a mask of tokens"
+
+
+def test_a_block_mask_has_no_empty_lists() -> None:
+    _, tiles = draw(5)
+
+    lists = flex.lists_of(flex.tile_blocks(tiles))
+
+    counts = 2 * tiles[..., 0].numel()
+    numbers = 2 * tiles.numel()  # of the tiles that a tile sees, and of those that see it
+    assert sum(tensor.numel() for tensor in lists) == counts + numbers
+
+
+def test_heads_in_parts_have_the_tiles_and_lists_of_all_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (query, key, _), _ = draw(5)
+    window = torch.eye(5, dtype=torch.bool)
+    tiles = tile_mask(query, key, window, 0.5)
+    lists = flex.lists_of(flex.tile_blocks(tiles))
+
+    monkeypatch.setattr(options, "PAIRS_AT_ONCE", 2 * 5**2)  # one head of two samples
+    tiles_in_parts = tile_mask(query, key, window, 0.5)
+    lists_in_parts = flex.lists_of(flex.tile_blocks(tiles))
+
+    assert len([*flex.in_parts(tiles)]) == 2
+    assert torch.equal(tiles_in_parts, tiles)
+    assert all(map(torch.equal, lists_in_parts, lists))
+
+
+@pytest.mark.parametrize(
+    ("frames", "rows", "columns"),
+    [(31, 32, 48), (31, 48, 80), (61, 48, 80)],
+    ids=["pro 768x512", "pro 1280x768", "pro 1280x768 10s"],
+)
+def test_the_planned_bytes_of_tile_lists_are_those_that_making_them_takes(
+    frames: int, rows: int, columns: int
+) -> None:
+    tokens = frames * rows * columns
+    tiles = tokens // 64
+    cost = VIDEO_COST.of_flavour("t2v-pro-sft-5s-hd", Kernels(tile_lists=True))
+    saved, making = cost.tiles(BatchShape(1, frames, rows, columns, 256), 2)
+    with FakeTensorMode():
+        query = torch.empty(1, tokens, 32, 128, dtype=torch.bfloat16)
+        key = torch.empty_like(query)
+        window = torch.empty(1, 1, tiles, tiles, dtype=torch.bool)
+        with Peak([query, key, window]) as peak:
+            flex.tile_blocks(tile_mask(query, key, window, 0.8))
+
+    assert saved == 32 * tiles**2
+    assert (saved + making) / peak.most == pytest.approx(1, abs=0.06)
 
 
 class Sorts(TorchDispatchMode):
@@ -109,11 +161,13 @@ def test_block_lists_are_made_without_sorting() -> None:
         mask = flex.tile_blocks(tiles)
 
     assert sorts.count == 1
-    rows: Any = [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
     expected: Any = BlockMask.from_kv_blocks(
-        *rows, BLOCK_SIZE=mask.BLOCK_SIZE, seq_lengths=mask.seq_lengths
+        mask.kv_num_blocks,
+        mask.kv_indices,
+        BLOCK_SIZE=mask.BLOCK_SIZE,
+        seq_lengths=mask.seq_lengths,
     )
-    for name in ("full_q_num_blocks", "full_q_indices", "q_num_blocks", "q_indices"):
+    for name in ("q_num_blocks", "q_indices"):
         blocks = getattr(mask, name)
         expected_blocks = getattr(expected, name)
         assert torch.equal(blocks, expected_blocks), name
@@ -199,8 +253,8 @@ def test_tiles_are_chosen_outside_the_deterministic_mode(monkeypatch: pytest.Mon
     finally:
         torch.use_deterministic_algorithms(False)
 
-    # The map of scores, and two lists in two directions.
-    assert modes == [False] * (1 + 2 * 2)
+    # The map of scores, and the lists of rows and of columns.
+    assert modes == [False] * (1 + 2)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])

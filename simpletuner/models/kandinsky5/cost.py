@@ -9,7 +9,12 @@ from simpletuner.config.json_reader import read_toml
 from simpletuner.models.cost import BatchShape, FamilyCost, Kernels, TransformerCost
 from simpletuner.models.cost_guess import cost_table_of
 from simpletuner.models.cost_table import number
-from simpletuner.models.kandinsky5.options import TILE, is_sparse, is_sparse_flavour
+from simpletuner.models.kandinsky5.options import (
+    TILE,
+    heads_at_once,
+    is_sparse,
+    is_sparse_flavour,
+)
 from simpletuner.models.vae_cost import VAE_COSTS
 from simpletuner.rounding import ceil_div
 from simpletuner.weights.files import Shapes
@@ -74,11 +79,14 @@ def transformer_cost(
 
         They are quadratic in tokens, unlike the measured costs, so the table lacks them.
         """
-        pairs = float(batch.samples * heads * (batch.tokens // TILE) ** 2)
+        tiles = batch.tokens // TILE
+        pairs = float(batch.samples * heads * tiles**2)
         if kernels.tile_lists:
-            # Saved is a boolean per pair of tiles. Both passes convert them to four int32 lists
-            # (16 bytes per pair), with a sort and scatters by int64 indices (24 bytes).
-            return pairs, (16 + 24) * pairs
+            # Saved is a boolean per pair of tiles. Both passes convert them to two int32 lists
+            # (8 bytes per pair), by cumulative sums and scatters with int64 indices (16 bytes per
+            # pair of the heads that are sorted at one time).
+            sorted_heads = heads_at_once(batch.samples, heads, tiles)
+            return pairs, 8 * pairs + 16 * pairs * sorted_heads / heads
         # A mask has a row of TILE keys per pair. Saved are the biases that are added to the scores;
         # temporary are its booleans, twice.
         return TILE * size * pairs, TILE * 2 * pairs

@@ -6,7 +6,7 @@ pair of tiles. Uncompiled it would ignore the lists, and compute all pairs.
 A step goes through three stages. `tile_blocks` turns the visible tiles into the lists that the
 kernels read. `compiled_flex` runs the forward kernel on them, with block sizes that divide a tile.
 Between forward and backward pass, `RebuiltLists` keeps the visible tiles and drops the lists, which
-take 16 times as much memory.
+take eight times as much memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.flex_attention import BlockMask, flex_attention, noop_mask
 
-from simpletuner.models.kandinsky5.options import TILE
+from simpletuner.models.kandinsky5.options import TILE, heads_at_once
 
 # (query, key, value, each `B S H D`; visible tiles, bool `B H N N`) -> `B S H D`.
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -54,32 +54,28 @@ BACKWARD_BLOCKS = {
 def tile_blocks(tiles: Tensor) -> BlockMask:
     """The block mask that shows each query tile its visible key tiles (bool `B H N N`).
 
-    A block mask lists two kinds of visible blocks: in partial ones, a function decides for every
-    pair of tokens; full ones are visible as a whole. Blocks are tiles here, so all are full, and
-    nothing of size S x S is allocated.
+    Blocks are tiles here, so they are visible as a whole, and nothing of size S x S is allocated. A
+    block mask can list whole blocks apart from those that a function decides token by token. The
+    kernel would then need both lists of every row, one of them empty: as long and as large. So all
+    are listed as blocks that a function decides, which shows everything.
 
-    Each kind is listed twice. The forward pass, and the gradient of queries, run over the rows of
-    the mask: for every query block, the key blocks that it sees. The gradients of keys and values
-    run over its columns: for every key block, the query blocks that see it.
+    They are listed twice. The forward pass, and the gradient of queries, run over the rows of the
+    mask: for every query block, the key blocks that it sees. The gradients of keys and values run
+    over its columns: for every key block, the query blocks that see it.
     """
     tokens = tiles.shape[-1] * TILE
-    no_tiles = torch.zeros_like(tiles)
     key_counts, key_blocks = _lists(tiles)
     query_counts, query_blocks = _lists(tiles.mT)
-    # Both directions get empty lists of their own: the CPU kernel does not compile if they are the
-    # same tensor.
-    partial_key_counts, partial_key_blocks = _lists(no_tiles)
-    partial_query_counts, partial_query_blocks = _lists(no_tiles.mT)
     return BlockMask(
         seq_lengths=(tokens, tokens),
-        kv_num_blocks=partial_key_counts,
-        kv_indices=partial_key_blocks,
-        full_kv_num_blocks=key_counts,
-        full_kv_indices=key_blocks,
-        q_num_blocks=partial_query_counts,
-        q_indices=partial_query_blocks,
-        full_q_num_blocks=query_counts,
-        full_q_indices=query_blocks,
+        kv_num_blocks=key_counts,
+        kv_indices=key_blocks,
+        full_kv_num_blocks=None,
+        full_kv_indices=None,
+        q_num_blocks=query_counts,
+        q_indices=query_blocks,
+        full_q_num_blocks=None,
+        full_q_indices=None,
         BLOCK_SIZE=(TILE, TILE),
         mask_mod=noop_mask,
     )
@@ -106,12 +102,31 @@ def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
     The row 0 1 1 0 1 has 3 visible blocks, and the numbers 1 2 4 0 3: a stable partition.
     `BlockMask.from_kv_blocks` sorts for it; a cumulative sum gives the positions too.
 
+    A row has room for all blocks: the longest one is only known on the device, and reading it would
+    wait for the device in every block.
+
     Args:
         blocks: bool `B H N N`.
 
     Returns:
         int32 `B H N` and int32 `B H N N`.
     """
+    counts = blocks.sum(-1, dtype=torch.int32)
+    order = torch.empty(blocks.shape, dtype=torch.int32, device=blocks.device)
+    for part, numbers in in_parts(blocks, order):
+        _partition(part, numbers)
+    return counts, order
+
+
+def in_parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of as many heads as are sorted at one time, from tensors `B H N N`."""
+    samples, heads, tiles, _ = tensors[0].shape
+    size = heads_at_once(samples, heads, tiles)
+    return zip(*(tensor.split(size, dim=1) for tensor in tensors), strict=True)
+
+
+def _partition(blocks: Tensor, order: Tensor) -> None:
+    """Write the numbers of the blocks to `order`, in every row the visible ones first."""
     # Visible blocks up to here, this one included: 0 1 2 2 3.
     seen = blocks.contiguous().cumsum(-1, dtype=torch.int32)
     count = seen[..., -1:]
@@ -119,14 +134,13 @@ def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
     # A visible block comes after the visible ones before it. A hidden block comes after all visible
     # ones and after the hidden ones before it, which are `numbers - seen`: 3 0 1 4 2.
     positions = torch.where(blocks, seen - 1, count + numbers - seen).long()
-    order = torch.empty_like(seen).scatter_(-1, positions, numbers.expand_as(seen))
-    return count[..., 0].contiguous(), order
+    order.scatter_(-1, positions, numbers.expand_as(seen))
 
 
 class RebuiltLists(saved_tensors_hooks):
     """Hooks that save the visible tiles in place of the lists of a block mask.
 
-    A pair of tiles takes one byte, and sixteen in the lists (an int32 in each of four), which the
+    A pair of tiles takes one byte, and eight in the lists (an int32 in each of two), which the
     backward pass makes again. All other tensors are saved as by the surrounding hooks.
     """
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from simpletuner.models.adapter import TileCounts
 from simpletuner.models.kandinsky5.blocks import Kernel, replace_attention
-from simpletuner.models.kandinsky5.flex import Attend, exempt
+from simpletuner.models.kandinsky5.flex import Attend, exempt, in_parts
 from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE
 from simpletuner.models.kandinsky5.tile_attention import choose_attend
 
@@ -87,13 +87,21 @@ def tile_mask(query: Tensor, key: Tensor, window: Tensor, mass: float) -> Tensor
     query_means = _tile_means(query)
     key_means = _tile_means(key)
     products = query_means @ key_means.transpose(-2, -1)  # B H N N
-    scores = torch.softmax(products / math.sqrt(query.shape[-1]), dim=-1)
+    kept = torch.empty(products.shape, dtype=torch.bool, device=products.device)
+    for part, chosen in in_parts(products, kept):
+        scores = torch.softmax(part / math.sqrt(query.shape[-1]), dim=-1)
+        _keep_mass(scores, mass, chosen)
+    return kept.logical_or_(window)
+
+
+def _keep_mass(scores: Tensor, mass: float, kept: Tensor) -> None:
+    """Write to `kept` which scores, the highest of each row, hold most of its mass."""
     # Dropped are the lowest scores, as long as their sum stays below 1 - mass. `values` ascend,
-    # so the first True of `kept` is the lowest score that is kept.
+    # so the first True of `is_kept` is the lowest score that is kept.
     values, order = scores.sort(-1)
-    kept = values.cumsum(-1) >= 1 - mass
-    # Entry i of a row of `kept` is about the tile `order[i]`: back to the order of the tiles.
-    return torch.empty_like(kept).scatter_(-1, order, kept) | window
+    is_kept = values.cumsum(-1) >= 1 - mass
+    # Entry i of a row of `is_kept` is about the tile `order[i]`: back to the order of the tiles.
+    kept.scatter_(-1, order, is_kept)
 
 
 def _tile_means(x: Tensor) -> Tensor:
@@ -146,9 +154,10 @@ class TileAttention:
 def install(transformer: nn.Module) -> TileAttention:
     """Let the visual self-attentions attend to NABLA's tiles; returns what they share."""
     attention = TileAttention()
-
-    def is_visual(name: str) -> bool:
-        return name.endswith("self_attention") and "visual" in name
-
     replace_attention(transformer, attention.kernel, is_visual)
     return attention
+
+
+def is_visual(name: str) -> bool:
+    """Whether a module is the self-attention of a visual block."""
+    return name.endswith("self_attention") and "visual" in name

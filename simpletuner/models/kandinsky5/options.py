@@ -56,6 +56,13 @@ class KandinskyOptions(Group):
 
 TILE_SIDE = 8  # tokens per side of a tile, within one latent frame
 TILE = TILE_SIDE**2  # tokens per tile; they share one row of the mask
+# Pairs of tiles whose order is sorted at one time, which takes 16 bytes per pair.
+PAIRS_AT_ONCE = 2**24
+
+
+def heads_at_once(samples: int, heads: int, tiles: int) -> int:
+    """The number of heads, one at least, whose pairs of tiles are sorted at one time."""
+    return max(1, min(heads, PAIRS_AT_ONCE // (samples * tiles**2)))
 
 
 def is_sparse(transformer_config: Mapping[str, object]) -> bool:
