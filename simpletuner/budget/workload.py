@@ -472,7 +472,7 @@ def _published(plan: SamplePlan, kernels: Kernels) -> TransformerCost:
             f"family with `python -m benchmarks.cost_table --only {spec.name}`."
         )
         raise ConfigError([Problem(part.key, message)])
-    return spec.cost.of_flavour(plan.flavour.name, kernels)
+    return spec.cost.of_flavour(plan.flavour.name, kernels, **part.overrides)
 
 
 def _dropped_parameters(plan: SamplePlan, encoders: Sequence[Part]) -> int:

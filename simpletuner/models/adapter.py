@@ -440,7 +440,8 @@ class FamilyAdapter(ABC):
 
     def load_bare_pipeline(self) -> Any:
         """A new stock pipeline whose transformer has no weights, to load LoRA files into."""
-        settings = self.transformer_class.load_config(self.source["transformer"].fetch())
+        part = self.source["transformer"]
+        settings = {**self.transformer_class.load_config(part.fetch()), **part.overrides}
         bare = loading.build_bare(self.transformer_class, settings)
         transformer = loading.share_zero_weights(bare)
         return loading.stock_pipeline(self.pipeline_class, self.source, transformer=transformer)

@@ -173,14 +173,15 @@ def load_denoiser(model_class: Any, part: Part, dtype: torch.dtype, *, empty: bo
             `DeferredWeights` reads the rest.
     """
     if not empty:
-        return load_whole(model_class, part, torch_dtype=dtype, low_cpu_mem_usage=True)
+        settings = {"torch_dtype": dtype, "low_cpu_mem_usage": True, **part.overrides}
+        return load_whole(model_class, part, **settings)
     folder = part.fetch()
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # for buffers, as in `from_pretrained`
     try:
         # Not `torch.device("meta")`, since buffers that are not in the files need values.
         with user_errors(part), init_empty_weights():
-            model = model_class.from_config(model_class.load_config(folder))
+            model = model_class.from_config(model_class.load_config(folder), **part.overrides)
     finally:
         torch.set_default_dtype(usual)
     # As `from_pretrained` does.

@@ -42,8 +42,10 @@ class ModelSource:
         parts = {}
         for role, component in spec.components.items():
             folder = component.folder
+            overrides: Mapping[str, object] = {}
             if role == "transformer":
                 folder = settings["pretrained_transformer_subfolder"]
+                overrides = spec.transformer_overrides(settings)
             key = MODEL_KEY
             location = base
             if component.override and settings[component.override]:
@@ -57,6 +59,7 @@ class ModelSource:
                 revision=settings["revision"],
                 variant=settings["variant"],
                 published=published,
+                overrides=overrides,
             )
         transformer = parts["transformer"]
         if flavour.original and transformer.location == flavour.repository:
@@ -64,9 +67,13 @@ class ModelSource:
         return cls(parts)
 
     def with_transformer(self, part: Part | None) -> ModelSource:
-        """The source with its transformer replaced, unless `part` is None."""
+        """The source with its transformer replaced, unless `part` is None.
+
+        What the run replaces in the transformer's config.json stays.
+        """
         if part is None:
             return self
+        part = replace(part, overrides=self["transformer"].overrides)
         return ModelSource({**self.parts, "transformer": part})
 
     def __getitem__(self, role: str) -> Part:
@@ -147,6 +154,7 @@ def _original_transformer(related: Part, original: OriginalWeights) -> OriginalT
         revision=related.revision,
         variant=None,
         published=(original.repository,),
+        overrides=related.overrides,
         file=original.file,
         related=related,
         changes=original.config,

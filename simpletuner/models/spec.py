@@ -204,6 +204,10 @@ class FamilySpec:
             in weight files; the last group has the visual blocks.
         grid: (flavour, checkpoint) -> required multiple of width and height, if it can exceed
             `size_multiple`.
+        attention: (flavour, checkpoint, sizes of previews) -> the attention that is trained, for
+            the plan; None where a checkpoint has only one.
+        transformer_overrides: settings of a run by key -> what they replace in the transformer's
+            config.json.
         frame_rate: frames per second that clips are trained and sampled at; None for pictures.
         frame_stride: frames per latent frame: F frames give (F - 1) / frame_stride + 1.
         slices_convolutions: whether the VAE's convolutions can run in temporal slices
@@ -240,6 +244,10 @@ class FamilySpec:
     block_counts: Mapping[str, str] = field(default_factory=dict)
     token_blocks: str | None = None
     grid: Callable[[Flavour, ModelSource], int] | None = None
+    attention: Callable[[Flavour, ModelSource, Sequence[Size]], str | None] | None = None
+    transformer_overrides: Callable[[Mapping[str, Any]], Mapping[str, object]] = field(
+        default=lambda settings: {}
+    )
     frame_rate: float | None = None
     frame_stride: int = 1
     slices_convolutions: bool = False

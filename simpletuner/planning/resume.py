@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from simpletuner.caching.keys import checkpoint_identity
@@ -115,8 +116,9 @@ def check_resume(model: Model, checkpoint: Checkpoint, targets: Targets, report:
         report.error("resume_from_checkpoint", _cannot_continue(checkpoint, removed))
     elif checkpoint.manifest.identity.model_type == model.config.model.model_type:
         # Otherwise the run needs another output_dir anyway, and its changed settings would only
-        # add lines.
-        _check_settings(mathematics(model, targets), checkpoint, report)
+        # add lines. A key of the family that an older version did not have counts as its default.
+        implied = model.spec.options().model_dump()
+        _check_settings(mathematics(model, targets), checkpoint, report, implied)
 
 
 def _check_model(model: Model, checkpoint: Checkpoint, report: Problems) -> None:
@@ -341,13 +343,22 @@ def _check_weights(source: ModelSource, checkpoint: Checkpoint, report: Problems
             )
 
 
-def _check_settings(new: Mapping[str, Any], checkpoint: Checkpoint, report: Problems) -> None:
-    """Report changed settings: an error if the checkpoint cannot continue with them."""
+def _check_settings(
+    new: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    report: Problems,
+    implied: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Report changed settings: an error if the checkpoint cannot continue with them.
+
+    Args:
+        implied: values of keys that the checkpoint does not record.
+    """
     fixed = FIXED
     optimizer = new.get("optimizer")
     if optimizer is not None:
         fixed |= {f"{OPTIMIZER}{name}" for name in OPTIMIZERS[optimizer].lasting}
-    old = checkpoint.manifest.identity.settings
+    old = {**implied, **checkpoint.manifest.identity.settings}
     for key, change in _changes(old, new):
         if key.startswith(OPTIMIZER) and old.get("optimizer") != optimizer:
             continue  # settings of another optimizer, which is an error anyway

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class Part:
         revision: branch, tag or commit on the hub; None for the default.
         variant: the word before the suffix of weight files, such as `fp16`; None for plain files.
         published: hub ids of the family's checkpoints.
+        overrides: values of its config.json that the run replaces.
     """
 
     role: str
@@ -72,6 +73,7 @@ class Part:
     revision: str | None
     variant: str | None
     published: tuple[str, ...] = ()
+    overrides: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     @property
     def is_local(self) -> bool:
@@ -135,12 +137,16 @@ class Part:
         return dict.fromkeys(tensor_shapes(file), file)
 
     def read_config(self) -> dict[str, Any] | None:
-        """The config.json of a model or scheduler; None if it is not on this machine."""
+        """The config.json of a model or scheduler with `overrides`.
+
+        None if it is not on this machine.
+        """
         folder = self.local_folder()
         if folder is None:
             return None
         name = "scheduler_config.json" if self.role == "scheduler" else "config.json"
-        return read_object(folder / name)
+        content = read_object(folder / name)
+        return None if content is None else {**content, **self.overrides}
 
     def tokens(self) -> int | None:
         """The number of tokens of a tokenizer; None if it has no tokenizer.json on this machine."""

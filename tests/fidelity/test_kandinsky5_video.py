@@ -274,6 +274,49 @@ class TestNabla:
         assert torch.equal(block_mask.to_dense().bool(), tiles)
         assert 0.1 < tiles.float().mean() < 0.9
 
+    @pytest.mark.parametrize(
+        ("setting", "written"), [("auto", None), ("nabla", "nabla"), ("dense", "regular")]
+    )
+    def test_training_attends_as_the_pipeline_with_the_same_attention_type(
+        self, tmp_path: Path, setting: str, written: str | None
+    ) -> None:
+        """`written` is what the README of a result writes into the transformer's config."""
+        checkpoint = make_checkpoint(tmp_path, "t2v", nabla=True)
+        adapter = make_video_adapter(checkpoint, "t2v", (128, 128), attention_type=setting)
+        embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest(PROMPT)])
+        transformer: Any = adapter.load_transformer(torch.float32)
+        pipeline: Any = PIPELINES["t2v"].from_pretrained(
+            checkpoint, tokenizer=load_processor(checkpoint)
+        )
+        if written is not None:
+            pipeline.transformer.register_to_config(attention_type=written)
+        recorder = Recorder(pipeline.transformer, zeros)
+        pipeline(
+            prompt=PROMPT,
+            width=128,
+            height=128,
+            num_frames=5,
+            num_inference_steps=1,
+            guidance_scale=1.0,
+            output_type="latent",
+        )
+        (theirs,) = recorder.calls
+        latents = theirs["hidden_states"][..., :16].permute(0, 4, 1, 2, 3)
+        noisy = make_noisy(Batch(latents, embeds, ["x"]), torch.tensor([0.5]), latents)
+        recorder = Recorder(transformer, zeros)
+
+        adapter.predict(transformer, noisy)
+
+        (ours,) = recorder.calls
+        expected = theirs["sparse_params"]
+        if setting == "dense":
+            assert expected is None
+            assert ours["sparse_params"] is None
+            return
+        window = expected.pop("sta_mask").bool()
+        assert torch.equal(ours["sparse_params"].pop("sta_mask"), window)
+        assert ours["sparse_params"] == expected
+
     def test_nabla_ignores_hidden_tiles_and_has_gradients(self, tmp_path: Path) -> None:
         checkpoint = make_checkpoint(tmp_path, "t2v", nabla=True)
         adapter = make_video_adapter(checkpoint, "t2v")

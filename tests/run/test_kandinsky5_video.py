@@ -9,7 +9,9 @@ from typing import Any
 
 import av
 import pytest
+import torch
 from diffusers import Kandinsky5T2VPipeline
+from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Transformer3DModel
 from safetensors.torch import load_file
 
 from simpletuner.models.kandinsky5.loading import load_processor
@@ -222,6 +224,95 @@ def test_block_sparse_attention_plans_with_measured_densities(
     assert block_sparse.train(*plan_for_a_gpu) == 0
 
     assert f"{density * 100:.0f} % at 128x128@5 (measured)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("attention", ["dense", "nabla"])
+def test_the_trained_attention_is_that_of_previews_samples_and_the_readme(
+    block_sparse: Workspace, attention: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    types: list[tuple[str, str]] = []
+    attend = Kandinsky5Transformer3DModel.forward
+
+    def noted(self: Any, *inputs: Any, sparse_params: Any = None, **named: Any) -> Any:
+        when = "training" if torch.is_grad_enabled() else "sampling"
+        types.append((when, "dense" if sparse_params is None else "nabla"))
+        return attend(self, *inputs, sparse_params=sparse_params, **named)
+
+    monkeypatch.setattr(Kandinsky5Transformer3DModel, "forward", noted)
+    block_sparse.write_config(
+        attention_type=attention,
+        max_train_steps=1,
+        validation_disable=False,
+        validation_num_video_frames=5,
+    )
+
+    assert block_sparse.train() == 0
+    assert block_sparse.run("sample", "output", "--prompt", "a red square") == 0
+
+    assert set(types) == {("training", attention), ("sampling", attention)}
+    assert ("attention_density" in block_sparse.metrics()[0]) is (attention == "nabla")
+    readme = block_sparse.path("output/model_card/README.md").read_text(encoding="utf-8")
+    written = {"dense": "regular", "nabla": "nabla"}[attention]
+    assert f'pipe.transformer.register_to_config(attention_type="{written}")' in readme
+    other = warnings(block_sparse, capsys, "attention_type=auto", "max_train_steps=2")
+    assert f"attention_type: output/checkpoint-1 was trained with {attention}, not auto" in other
+
+
+def test_an_earlier_run_that_continues_with_another_attention_says_so(
+    block_sparse: Workspace, capsys: Capture
+) -> None:
+    """Its checkpoints do not record `attention_type`, since there was none."""
+    assert block_sparse.train("max_train_steps=1") == 0
+    manifest = block_sparse.path("output/checkpoint-1/manifest.json")
+    content = json.loads(manifest.read_text())
+    del content["identity"]["settings"]["attention_type"]
+    manifest.write_text(json.dumps(content))
+
+    same = warnings(block_sparse, capsys, "max_train_steps=2")
+    changed = warnings(block_sparse, capsys, "max_train_steps=2", "attention_type=dense")
+
+    assert "attention_type" not in same
+    assert "attention_type: output/checkpoint-1 was trained with auto, not dense" in changed
+
+
+def test_a_full_fine_tune_with_dense_attention_is_a_pipeline_with_it(
+    block_sparse: Workspace,
+) -> None:
+    settings = ("model_type=full", "learning_rate=1e-4", "max_train_steps=1")
+
+    assert block_sparse.train(*settings, "attention_type=dense") == 0
+
+    config = json.loads(block_sparse.path("output/pipeline/transformer/config.json").read_text())
+    assert config["attention_type"] == "regular"
+
+
+@pytest.mark.parametrize(
+    ("setting", "attention"),
+    [
+        ("auto", "block-sparse (NABLA), as the diffusers pipeline samples"),
+        ("dense", "dense, by attention_type"),
+    ],
+)
+def test_the_plan_names_the_attention(
+    block_sparse: Workspace, setting: str, attention: str, capsys: Capture
+) -> None:
+    assert block_sparse.run("plan", f"attention_type={setting}") == 0
+
+    assert f"attention  {attention}" in capsys.readouterr().out
+
+
+def test_nabla_is_refused_for_a_checkpoint_without_its_settings(
+    clips: Workspace, capsys: Capture
+) -> None:
+    assert clips.run("plan", "attention_type=nabla") == 2
+
+    assert "has no settings of it (attention_P, " in capsys.readouterr().err
+
+
+def test_dense_attention_needs_no_whole_tiles(block_sparse: Workspace) -> None:
+    block_sparse.write_datasets([{**CLIPS, "aspect_bucket_alignment": "16"}, DATASETS[1]])
+
+    assert block_sparse.run("plan", "attention_type=dense") == 0
 
 
 def test_block_sparse_attention_refuses_sizes_without_whole_tiles(

@@ -92,6 +92,10 @@ def detail_lines(
 def _run_rows(plan: Plan, hidden: Set[str]) -> Iterator[tuple[str, str]]:
     """The facts of a run, by name."""
     yield "model", plan.source["transformer"].location
+    if plan.spec.attention is not None:
+        attention = plan.spec.attention(plan.flavour, plan.source, plan.sizes)
+        if attention is not None:
+            yield "attention", attention
     if "data_backend_config" not in hidden:
         yield "datasets", str(plan.dataset_file)
     yield "output", str(plan.output_dir)

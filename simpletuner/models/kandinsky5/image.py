@@ -39,6 +39,7 @@ from simpletuner.models.kandinsky5.options import (
     KandinskyOptions,
     RopeScale,
     is_sparse,
+    transformer_overrides,
 )
 from simpletuner.models.kandinsky5.spec import IMAGE_SIZES, KANDINSKY5_IMAGE, TEMPLATES
 from simpletuner.models.kandinsky5.templates import OFFICIAL
@@ -458,7 +459,13 @@ def _loading_code(usage: Usage, pipeline: str) -> tuple[list[str], list[str]]:
         f"pipe = {pipeline}.from_pretrained(model, "
         f"{transformer}{processor}dtype=torch.{usage.dtype})"
     )
-    if usage.options.of(KandinskyOptions).text_template != "official":
+    options = usage.options.of(KandinskyOptions)
+    overrides = transformer_overrides(options.model_dump())
+    # A full fine-tune has them in its own config.json.
+    if usage.lora is not None and usage.task in VIDEO_TASKS:
+        for key, value in overrides.items():
+            load.append(f"pipe.transformer.register_to_config({key}={text(str(value))})")
+    if options.text_template != "official":
         return imports, load  # the pipeline's own
     name = TEMPLATES[usage.task]
     if usage.alone:

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, PlainSerializer
 from simpletuner.config.option import Group, common, option
 from simpletuner.config.types import PathText, parse_number
 
+AttentionType = Literal["auto", "dense", "nabla"]
 RopeScale = tuple[float, float, float]
 AUTO = "auto"
 
@@ -52,6 +53,9 @@ class KandinskyOptions(Group):
         RopeScale | None, BeforeValidator(parse_rope_scale), PlainSerializer(write_rope_scale)
     ] = option(None, default_note=AUTO, form="text")
     """auto, or three numbers for time, height and width (video)."""
+    attention_type: AttentionType = option("auto")
+    """auto follows the checkpoint's config.json, as the diffusers pipeline does; or dense, or nabla
+    (block-sparse)."""
 
 
 TILE_SIDE = 8  # tokens per side of a tile, within one latent frame
@@ -65,14 +69,36 @@ def heads_at_once(samples: int, heads: int, tiles: int) -> int:
     return max(1, min(heads, PAIRS_AT_ONCE // (samples * tiles**2)))
 
 
+# What a transformer's config.json calls an `attention_type`.
+DIFFUSERS_NAMES: dict[AttentionType, str] = {"dense": "regular", "nabla": "nabla"}
+# What NABLA needs in a transformer's config.json: the kept mass, and the sides of the window in
+# tiles.
+NABLA_SETTINGS = ("attention_P", "attention_wT", "attention_wH", "attention_wW")
+
+
+def transformer_overrides(settings: Mapping[str, Any]) -> dict[str, object]:
+    """What the settings of a run replace in the transformer's config.json."""
+    name = DIFFUSERS_NAMES.get(settings["attention_type"])
+    return {} if name is None else {"attention_type": name}
+
+
 def is_sparse(transformer_config: Mapping[str, object]) -> bool:
-    """Whether a checkpoint was trained with NABLA."""
+    """Whether a transformer attends with NABLA."""
     return transformer_config.get("attention_type") == "nabla"
 
 
 def is_sparse_flavour(name: str) -> bool:
     """Whether the published checkpoint of a flavour was trained with NABLA."""
     return "-pro-" in name or "-10s" in name
+
+
+def is_dense_at_size(flavour: str, size: tuple[int, int]) -> bool:
+    """Whether the publisher's program samples a sparse flavour densely at this size.
+
+    It has a configuration of its own for Pro's five seconds in SD.
+    """
+    is_five_seconds = "-pro-" in flavour and "-5s" in flavour
+    return is_five_seconds and rope_scale_of_size(size, flavour) == STANDARD
 
 
 # Divisors of the positions in time, height and width, which the stock pipelines choose by size.

@@ -22,13 +22,17 @@ from simpletuner.models.kandinsky5.cost import (
     TRANSFORMER_CLASS,
     VIDEO_COST,
     attention_heads,
+    published,
 )
 from simpletuner.models.kandinsky5.options import (
+    NABLA_SETTINGS,
     TILE_SIDE,
     KandinskyOptions,
+    is_dense_at_size,
     is_sparse,
     is_sparse_flavour,
     rope_scale_of_size,
+    transformer_overrides,
     write_rope_scale,
 )
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, clean_caption
@@ -140,6 +144,9 @@ def check_image(config: RunConfig, flavour: Flavour, report: Problems) -> None:
             "at auto."
         )
         report.error("rope_scale", message)
+    if config.family.of(KandinskyOptions).attention_type == "nabla":
+        message = "'nabla': pictures are always sampled with dense attention; leave it at auto."
+        report.error("attention_type", message)
 
 
 def check_image_sizes(
@@ -235,6 +242,7 @@ def _sizes(sizes: Sequence[Size]) -> str:
 def check_checkpoint(flavour: Flavour, source: ModelSource, report: Problems) -> None:
     """Problems of parts on this machine that do not fit together."""
     check_channels(source, "in_visual_dim", "latent_channels", report)
+    _check_nabla(flavour, source, report)
     transformer = source["transformer"].read_config()
     if transformer is None or flavour.task == "t2v":  # t2v samples with either kind
         return
@@ -250,17 +258,58 @@ def check_checkpoint(flavour: Flavour, source: ModelSource, report: Problems) ->
     report.error("model_flavour", message)
 
 
+def _check_nabla(flavour: Flavour, source: ModelSource, report: Problems) -> None:
+    """Report `attention_type` nabla for a checkpoint that has no settings of NABLA."""
+    part = source["transformer"]
+    if not is_sparse(part.overrides):
+        return
+    settings = part.read_config()
+    if settings is None:
+        has_settings = is_sparse_flavour(flavour.name)
+    else:
+        has_settings = all(settings.get(name) is not None for name in NABLA_SETTINGS)
+    if not has_settings:
+        message = (
+            f"'nabla': {flavour.name} was not trained with block-sparse attention, and its "
+            f"config.json has no settings of it ({', '.join(NABLA_SETTINGS)}); use auto or dense."
+        )
+        report.error("attention_type", message)
+
+
 def pixel_grid(flavour: Flavour, source: ModelSource) -> int:
     """128 px, a tile, with block-sparse attention; else 16.
 
     The flavour decides if the checkpoint is not on this machine.
     """
-    transformer = source["transformer"].read_config()
-    if transformer is None:
-        sparse = is_sparse_flavour(flavour.name)
-    else:
-        sparse = is_sparse(transformer)
-    return SIZE_MULTIPLE * TILE_SIDE if sparse else SIZE_MULTIPLE
+    if is_sparse(_transformer_settings(flavour, source)):
+        return SIZE_MULTIPLE * TILE_SIDE
+    return SIZE_MULTIPLE
+
+
+def _transformer_settings(flavour: Flavour, source: ModelSource) -> Mapping[str, object]:
+    """The config.json of the transformer as the run uses it, or as it is published."""
+    part = source["transformer"]
+    settings = part.read_config()
+    if settings is not None:
+        return settings
+    return {**published(flavour.name), **part.overrides}
+
+
+def describe_attention(flavour: Flavour, source: ModelSource, sizes: Sequence[Size]) -> str | None:
+    """Which attention is trained and sampled, for the plan; None where only one is possible."""
+    sparse = is_sparse(_transformer_settings(flavour, source))
+    kind = "block-sparse (NABLA)" if sparse else "dense"
+    if source["transformer"].overrides:
+        return f"{kind}, by attention_type, also in previews, samples and the program of the result"
+    if not sparse:
+        return None
+    kind += ", as the diffusers pipeline samples"
+    if sizes and is_dense_at_size(flavour.name, sizes[0]):
+        return (
+            f"{kind}; the publisher's own program samples five seconds at {sizes[0]} densely, "
+            "which is attention_type dense"
+        )
+    return kind
 
 
 def text_fingerprint(options: FamilyOptions, flavour: Flavour) -> str:
@@ -328,6 +377,8 @@ KANDINSKY5_VIDEO = replace(
     captions=replace(KANDINSKY5_IMAGE.captions, longest=256),
     cost=VIDEO_COST,
     grid=pixel_grid,
+    transformer_overrides=transformer_overrides,
+    attention=describe_attention,
     frame_rate=24,
     frame_stride=4,  # 61 frames -> 16 latent frames
     slices_convolutions=True,
