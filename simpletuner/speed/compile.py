@@ -27,6 +27,7 @@ from simpletuner.memory.quantisation.layers import QuantisedLinear
 from simpletuner.memory.quantisation.scaled_rows import ScaledRows
 from simpletuner.models.adapter import BlockLayout, Compiler, Forward
 from simpletuner.models.blocks import DynamicSizes, FastBlocks, call_kernel
+from simpletuner.speed.backward import BackwardPass, gradients_as_needed, with_gradient
 from simpletuner.speed.recomputation import checkpointed, outside_checkpoints
 
 # Largest accepted relative error of gradients. Compiled code rounds differently: correct blocks are
@@ -66,15 +67,16 @@ class CompiledPiece:
         if hidden.shape[1] == 1:  # the token of an empty caption is not worth another graph
             return self.eager(block, hidden, *others)
         configure_compiler(ones_are_sizes=self.ones_are_sizes)
-        inputs = (with_gradient(hidden), *others)
-        self.sizes.mark(inputs, sizes_of)
-        try:
-            return self.compiled(block, *inputs)
-        except TorchDynamoException as error:
-            if self.strict:
-                raise
-            logger.warning("%s is not compiled: %s", self.eager.__name__, _reason(error))
-            self.compiled = self.eager
+        inputs = (hidden, *others)
+        with gradients_as_needed(hidden):
+            self.sizes.mark(inputs, sizes_of)
+            try:
+                return self.compiled(block, *inputs)
+            except TorchDynamoException as error:
+                if self.strict:
+                    raise
+                logger.warning("%s is not compiled: %s", self.eager.__name__, _reason(error))
+                self.compiled = self.eager
         return self.eager(block, *inputs)
 
 
@@ -101,23 +103,25 @@ class CheckedForward:
         self.block = block
         self.verdicts = verdicts
         self.sampling = sampling
+        self.backward = BackwardPass()
         self.eager = block.forward
         self.compiled = compiler(block.forward)
 
     def __call__(self, hidden: Tensor, *others: Any, **named: Any) -> Any:
         # The first block's hidden states are a transposed view, whose strides would need a separate
         # graph.
-        inputs = (with_gradient(hidden.contiguous()), *others)
-        is_training = torch.is_grad_enabled()
-        if not is_training and not self.sampling:
+        hidden = self.backward.prepare(self.block, hidden.contiguous(), *others, *named.values())
+        inputs = (hidden, *others)
+        if not torch.is_grad_enabled() and not self.sampling:
             return self.eager(*inputs, **named)
         configure_compiler(ones_are_sizes=False)  # else the attention of Sana Video would break
         guards = [_guard(value) for value in (*inputs, *named.values())]
-        case = (is_training, type(self.block), *guards)
-        if case not in self.verdicts:
-            self.verdicts[case] = self._is_right(inputs, named)
-        forward = self.compiled if self.verdicts[case] else self.eager
-        return forward(*inputs, **named)
+        with gradients_as_needed(hidden):
+            case = (torch.is_grad_enabled(), type(self.block), *guards)
+            if case not in self.verdicts:
+                self.verdicts[case] = self._is_right(inputs, named)
+            forward = self.compiled if self.verdicts[case] else self.eager
+            return forward(*inputs, **named)
 
     def _is_right(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
         """Compare the compiled with the uncompiled block; logs why it is not used."""
@@ -157,6 +161,9 @@ def compile_blocks(
     compiler = make_compiler(backend, launch, any_sizes=any_sizes)
     if fast is not None:
         _compile_pieces(fast, compiler, launch, sampling=sampling, recomputing=recomputing)
+        backward = BackwardPass()
+        for block in layout.blocks:
+            _require_gradients(block, backward)
         return
     # The first stock block of a class is verified for all of them.
     verdicts: dict[Case, bool] = {}
@@ -189,6 +196,16 @@ def _compile_pieces(
                 # become one symbol.
                 ones_are_sizes=not launch.dynamo_dynamic,
             )
+
+
+def _require_gradients(block: nn.Module, backward: BackwardPass) -> None:
+    """Let the hidden states of a fast block require a gradient if the backward pass reaches it."""
+    forward: Forward = block.forward
+
+    def run(hidden: Tensor, *others: Any) -> Any:
+        return forward(backward.prepare(block, hidden, *others), *others)
+
+    block.forward = run
 
 
 def make_compiler(backend: str, launch: LaunchConfig, *, any_sizes: bool) -> Compiler:
@@ -243,16 +260,6 @@ def configure_compiler(*, ones_are_sizes: bool) -> None:
     shapes: Any = torch.fx.experimental._config
     if shapes.backed_size_oblivious != ones_are_sizes:
         shapes.backed_size_oblivious = ones_are_sizes
-
-
-def with_gradient(hidden: Tensor) -> Tensor:
-    """Hidden states that require a gradient in training, like the outputs of blocks.
-
-    The first block's input does not, and would need a separate compiled version.
-    """
-    if hidden.requires_grad or not torch.is_grad_enabled():
-        return hidden
-    return hidden.detach().requires_grad_()
 
 
 def largest_error(block: nn.Module, forwards: Iterable[Forward], inputs: Sequence[Any]) -> float:
@@ -312,6 +319,8 @@ def _guard(value: Any) -> object:
     """What compiled code depends on: shape, strides and dtype of a tensor, or the value itself."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype
+    if isinstance(value, tuple | list):  # of rotary tables, which are new in every step
+        return tuple(map(_guard, value))
     return value
 
 

@@ -17,6 +17,7 @@ from simpletuner.config.speed import checkpointed_blocks
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.models.adapter import BlockLayout
 from simpletuner.models.blocks import AttentionKernel, SelfAttention
+from simpletuner.speed.backward import BackwardPass
 
 
 def enable_checkpointing(
@@ -28,7 +29,7 @@ def enable_checkpointing(
     block_inputs: BlockInputs | None = None,
     keep: SelfAttention | None = None,
 ) -> None:
-    """Checkpoint blocks as configured.
+    """Checkpoint blocks as configured, where the backward pass reaches them.
 
     Args:
         dropout: blocks draw random numbers, so the generator's state is restored for recomputation.
@@ -44,9 +45,10 @@ def enable_checkpointing(
     for block, is_checkpointed in zip(layout.blocks, are_checkpointed, strict=True):
         if is_checkpointed:
             chosen.add(id(block))
+    backward = BackwardPass()
 
     def run_block(block: nn.Module, hidden: Tensor, *others: Any) -> Any:
-        if id(block) not in chosen:
+        if id(block) not in chosen or not backward.reaches(block, hidden, others):
             return block(hidden, *others)
         contexts: Callable[[], Any] = noop_context_fn
         if keep is not None:

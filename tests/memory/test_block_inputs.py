@@ -59,6 +59,15 @@ def test_training_with_offloaded_block_inputs_is_bit_equal(
     assert inputs.left == 3 * checkpointed, "sampling keeps nothing"
 
 
+def test_inputs_below_the_first_trained_block_stay() -> None:
+    inputs = Counting()
+    last = r"visual_transformer_blocks\.4\..*to_query"
+    offloaded = Trained(block_inputs=inputs, targets=last)
+
+    assert_equal(offloaded.step(), Trained(targets=last).step())
+    assert (inputs.left, inputs.fetched) == (1, 1)
+
+
 def test_two_graphs_may_be_alive_at_a_time() -> None:
     """Buffers of a graph that is still alive are not used again."""
     plain = Trained()

@@ -142,6 +142,20 @@ def test_copies_run_in_the_order_of_computation(settings: dict[str, Any]) -> Non
     assert order(streamer) == [2, 3, 4, 5, 3, 2, 1, 0]
 
 
+@pytest.mark.parametrize("settings", [{}, KEPT])
+def test_groups_below_the_first_trained_block_are_copied_once(settings: dict[str, Any]) -> None:
+    """From the second step on, which knows where the backward pass ends."""
+    last = r"visual_transformer_blocks\.[34]\..*to_query"
+    trained = Trained(targets=last, **settings)
+    streamer = trained.offloaded()
+    for _ in range(2):
+        trained.step()
+    order(streamer)
+
+    assert_equal(trained.step(), Trained(targets=last, **settings).step())
+    assert order(streamer) == [1, 2, 3, 4, 5, 0], "the last one is for the next step"
+
+
 @pytest.mark.parametrize(("slots", "size"), [(2, 1), (3, 1), (2, 2), (2, 3), (4, 1), (6, 1)])
 def test_a_step_copies_every_group_outside_the_slots_twice(slots: int, size: int) -> None:
     trained = Trained()

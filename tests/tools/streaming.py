@@ -88,6 +88,7 @@ class Trained:
         dtype: torch.dtype = torch.float32,
         blocks: int = BLOCKS,
         recomputing: bool = False,
+        targets: list[str] | str = TARGETS,
     ) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -105,7 +106,7 @@ class Trained:
         if prepare is not None:
             prepare(self.model)
         self.lora = add_lora(
-            self.model, LoraConfig(lora_rank=4), TARGETS, seed=1, dtype=torch.float32
+            self.model, LoraConfig(lora_rank=4), targets, seed=1, dtype=torch.float32
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(2)

@@ -6,11 +6,15 @@
 The last groups are still in their slots when the backward pass begins. So a training step copies
 all other groups twice, once per direction: 2 (groups - slots) copies. Evicting a group points its
 tensors at the host image again; frozen weights never change, so no data is copied back.
+
+The backward pass ends at the first block that needs a gradient. The groups below it are copied once
+a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -39,6 +43,8 @@ class Streamer:
         ]
         self._group_in: list[int | None] = [None] * len(self.slots)  # by slot
         self._pending: dict[int, Any] = {}  # copies that compute has not waited for, by group
+        self._turn = 0  # the group at which the last backward pass ended
+        self._reached: int | None = None  # the lowest group of a backward pass so far
         # The slot of a storage: views of a slot share its storage, by which they are recognised.
         self._slot_of_storage = {
             slot.untyped_storage().data_ptr(): index for index, slot in enumerate(self.slots)
@@ -49,6 +55,7 @@ class Streamer:
 
         Loads the group, if necessary, then prefetches the next groups in this direction.
         """
+        self._follow(group)
         if group not in self._group_in:
             self._load(group, keep={group})
         if group in self._pending:
@@ -91,6 +98,14 @@ class Streamer:
                 return slot
         raise AssertionError("every slot is in use")
 
+    def _follow(self, group: int) -> None:
+        """Note where backward passes end."""
+        if in_backward():
+            self._reached = group if self._reached is None else min(group, self._reached)
+        elif self._reached is not None:
+            self._turn = self._reached
+            self._reached = None
+
     def _next_groups(self, group: int) -> list[int]:
         """The next groups, one per remaining slot; in reverse order inside the autograd engine.
 
@@ -99,7 +114,9 @@ class Streamer:
         count = len(self.images)
         distances = range(1, len(self.slots))
         if in_backward():
-            return [group - distance for distance in distances if group - distance >= 0]
+            # Down to the turn, then up again in the next forward pass.
+            path = chain(range(group - 1, self._turn - 1, -1), range(count))
+            return list(islice(path, len(distances)))
         following = [group + distance for distance in distances]
         if not torch.is_grad_enabled():
             return [index % count for index in following]
