@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,13 @@ def test_the_theme_is_remembered(page: Any) -> None:
 def test_start_in_settings_names_what_stands_in_the_way(
     browser: Any, project: Workspace, started: list[list[str]]
 ) -> None:
+    def slow_answer(route: Any) -> None:
+        time.sleep(0.4)
+        route.continue_()
+
     with opened(browser, project.folder, "?config=second#basic") as page:
+        # Saving checks the form, and so does the edit, a moment later: Start waits for the last.
+        page.route("**/api/training/validate", slow_answer)
         page.get_by_label("Batch Size", exact=True).fill("two")
         page.get_by_role("button", name="Start", exact=True).click()
         expect(page.locator("#saved")).to_contain_text("Not started: Batch Size")

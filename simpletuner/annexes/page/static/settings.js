@@ -13,6 +13,7 @@ const defaults = Object.fromEntries([...fields].map(([key, field]) => [key, defa
 let judged = { problems: [], effective: {}, greyed: {} };
 let planned = []; // problems that only the plan finds
 let number = 0; // of the latest check
+let judging = null; // the promise of the latest check
 let told = ""; // the answer to the last save
 let refusal = "";
 const timers = {};
@@ -175,10 +176,16 @@ async function refill(configs = null) {
 const isUnread = () => state.datasets.entries.length === 0 && Boolean(state.broken.config || state.broken.datasets);
 const settings = () => ({ config: state.config, values: state.values, datasets: isUnread() ? null : state.datasets.entries });
 
-async function check() {
+// Resolves when what the form now holds has been judged: a check that a later one overtakes waits for it.
+function check() {
+  judging = judge();
+  return judging;
+}
+
+async function judge() {
   const mine = (number += 1);
   const { ok, status, data } = await api("/api/training/validate", { method: "POST", body: settings() });
-  if (mine !== number) return;
+  if (mine !== number) return judging;
   if (!status) return; // the server is unreachable; the check is repeated when it is back
   judged = ok ? data : { ...judged, problems: data.problems };
   state.effective = { ...defaults, ...judged.effective };
