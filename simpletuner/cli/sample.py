@@ -15,7 +15,7 @@ import typer
 from simpletuner.annexes.fitting.ready import weigh
 from simpletuner.annexes.fitting.show import fit_line
 from simpletuner.annexes.report.contact_sheet import PAGE, PICTURE
-from simpletuner.annexes.report.sheet import SWEEP_FOLDER, Sheet
+from simpletuner.annexes.report.sheet import Sheet
 from simpletuner.annexes.sampling import Sampled, SampleRequest, plan_samples
 from simpletuner.cli.process import without_gc
 from simpletuner.cli.settings import command_settings, logged_events, prepare_output
@@ -25,6 +25,7 @@ from simpletuner.config.schema import option_names
 from simpletuner.config.sources import Arguments
 from simpletuner.config.types import parse_number, parse_path, plain_key
 from simpletuner.errors import Problems, nearest
+from simpletuner.planning.checkpoint_folder import SWEEP_FOLDER
 from simpletuner.planning.plans import SamplePlan
 from simpletuner.reporting.events import EventStream
 

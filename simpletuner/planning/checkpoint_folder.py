@@ -33,6 +33,8 @@ ERRORS = {
 
 FILE_NAME = "manifest.json"
 LINE_FILE = "lineage.json"  # in the output folder, see `Line`
+SWEEP_FOLDER = "sweep"  # in the output folder: renders that compare its checkpoints
+STARS_FILE = "stars.json"  # in the output folder: the renders that a user likes
 BRANCHES = "branches"  # in the output folder: what branches have left behind, in numbered folders
 ROLLING = "-rolling"
 FOLDER_NAME = re.compile(rf"checkpoint-(\d+)({ROLLING})?")

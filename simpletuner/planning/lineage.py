@@ -24,6 +24,8 @@ from simpletuner.planning.checkpoint_folder import (
     BRANCHES,
     FOLDER_NAME,
     PIPELINE_FOLDER,
+    STARS_FILE,
+    SWEEP_FOLDER,
     Checkpoint,
     Fork,
     Line,
@@ -46,6 +48,9 @@ from simpletuner.weights.published_lora import OFFICIAL_SETTINGS
 
 WANDB_FILE = "wandb_run.json"  # names the wandb run of the line
 RECORDS = (METRICS_FILE, MEDIA_FILE)
+# What compares the checkpoints of a line names them by their steps, so on another line it would
+# show the pictures of other weights.
+COMPARISONS = (SWEEP_FOLDER, STARS_FILE)
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class Branch:
         line: the new line; its `move` is set.
         left: complete checkpoints that are not on the new line, by their steps.
         result: step of the result, if it is not on the new line.
+        is_compared: whether the old line has a comparison of its checkpoints.
         newest: the checkpoint from which the old line would continue, if it is not `start`.
     """
 
@@ -64,6 +70,7 @@ class Branch:
     line: Line
     left: Sequence[Path]
     result: int | None
+    is_compared: bool
     newest: str
 
     @property
@@ -72,6 +79,8 @@ class Branch:
         names = [path.name for path in self.left]
         if self.result is not None:
             names.append(f"the result of step {self.result}")
+        if self.is_compared:
+            names.append("the comparison of checkpoints")
         return shorten(names) or "the record"
 
     @property
@@ -122,7 +131,8 @@ def find_branch(output_dir: Path, checkpoint: Checkpoint) -> Branch | None:
     left_newest = ""
     if newest is not None and newest.path != checkpoint.path:
         left_newest = newest.path.name
-    return Branch(start, line, left, result, left_newest)
+    is_compared = (output_dir / SWEEP_FOLDER).exists()
+    return Branch(start, line, left, result, is_compared, left_newest)
 
 
 def _home(output_dir: Path, checkpoint: Checkpoint) -> str:
@@ -225,6 +235,8 @@ def _set_aside(output_dir: Path, line: Line, shared: int) -> None:
     if _result_beyond(output_dir, shared) is not None:
         for path in _result_files(output_dir):
             _move(path, folder / path.name)
+    for name in COMPARISONS:
+        _move(output_dir / name, folder / name)
     # wandb does not accept a step twice, so the branch is logged to another run.
     _move(output_dir / WANDB_FILE, folder / WANDB_FILE)
     for name in RECORDS:
@@ -259,13 +271,15 @@ def _result_files(output_dir: Path) -> list[Path]:
 
 
 def _bring_back(output_dir: Path, line: Line, home: Path, shared: int) -> None:
-    """Move the checkpoints and previews of a line back from `branches/`, with their record."""
+    """Move a line's checkpoints, previews and comparison back from `branches/`, with its record."""
     for name in RECORDS:
         if (home / name).exists():
             write_atomically(output_dir / name, (home / name).read_bytes())
     for record in read_media(home / MEDIA_FILE):
         if shared < record.step <= line.forks[-1].step:
             _move(home / record.path, output_dir / record.path)
+    for name in COMPARISONS:
+        _move(home / name, output_dir / name)
     for checkpoint in list_checkpoints(home)[0]:
         if line.holds(checkpoint):
             _move(checkpoint.path, output_dir / checkpoint.path.name)

@@ -17,7 +17,12 @@ from simpletuner.cli.app import main
 from simpletuner.config.sources import parse_arguments
 from simpletuner.headers import METADATA, read_header
 from simpletuner.planning import checkpoint_folder, lineage
-from simpletuner.planning.checkpoint_folder import LINE_FILE, find_checkpoints
+from simpletuner.planning.checkpoint_folder import (
+    LINE_FILE,
+    STARS_FILE,
+    SWEEP_FOLDER,
+    find_checkpoints,
+)
 from simpletuner.planning.lock import this_process
 from simpletuner.weights.lora_names import LORA_FILE
 from simpletuner.weights.published_lora import OFFICIAL_SETTINGS
@@ -238,6 +243,33 @@ def test_previews_and_the_wandb_run_move_with_their_branch(run: Workspace) -> No
     assert [json.loads(row)["step"] for row in rows] == [2, 4]
 
 
+def write_comparison(folder: Path, name: str) -> None:
+    """A sweep and stars, in which the weights that were compared are named by their steps."""
+    (folder / SWEEP_FOLDER).mkdir()
+    (folder / SWEEP_FOLDER / "sheet.json").write_text(name)
+    (folder / STARS_FILE).write_text(name)
+
+
+def comparison_in(folder: Path) -> list[str]:
+    files = [folder / SWEEP_FOLDER / "sheet.json", folder / STARS_FILE]
+    return [file.read_text() for file in files if file.exists()]
+
+
+def test_a_comparison_goes_and_returns_with_its_branch(run: Workspace, capsys: Capture) -> None:
+    output = run.path("output")
+    write_comparison(output, "old")
+
+    assert run.train("max_train_steps=4", FROM_3) == 0
+    assert "the result of step 6, the comparison of checkpoints." in capsys.readouterr().out
+    assert comparison_in(output) == []
+    assert comparison_in(output / "branches/1") == ["old", "old"]
+
+    write_comparison(output, "new")
+    assert run.train("max_train_steps=7", FROM_OLD_6) == 0
+    assert comparison_in(output) == ["old", "old"]
+    assert comparison_in(output / "branches/2") == ["new", "new"]
+
+
 def train_and_die_moving(moves: int, *settings: str) -> None:
     """Train, and end without any cleanup when this many files have moved."""
     move = lineage._move
@@ -266,11 +298,14 @@ def kill_while_moving(run: Workspace, moves: int, *settings: str) -> None:
         pytest.param(0, marks=THOROUGH),
         1,
         pytest.param(3, marks=THOROUGH),
+        pytest.param(6, marks=THOROUGH),
     ],
 )
 def test_a_kill_while_files_move_does_not_change_the_branch(
     run: Workspace, straight: Workspace, moves: int
 ) -> None:
+    write_comparison(run.path("output"), "old")
+
     kill_while_moving(run, moves, OTHER_RATE, "max_train_steps=5", FROM_3)
 
     assert run.train(OTHER_RATE, "max_train_steps=5") == 0
@@ -278,6 +313,7 @@ def test_a_kill_while_files_move_does_not_change_the_branch(
 
     assert_same_run(run, straight, 7)
     assert checkpoints(run, "output/branches/1") == ["checkpoint-4", "checkpoint-5", "checkpoint-6"]
+    assert comparison_in(run.path("output/branches/1")) == ["old", "old"]
 
 
 @THOROUGH

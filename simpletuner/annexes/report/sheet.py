@@ -18,10 +18,10 @@ from simpletuner.annexes.figures import Columns, evaluation_points
 from simpletuner.atomic import write_json
 from simpletuner.config.json_reader import read_stored
 from simpletuner.errors import UserError
+from simpletuner.planning.checkpoint_folder import SWEEP_FOLDER
 from simpletuner.planning.lock import Owner, this_process
 from simpletuner.reporting.metrics import METRICS_FILE, MediaRecord, read_rows
 
-SWEEP_FOLDER = "sweep"  # in the output folder of its run
 CONTENT = "sheet.json"
 LOSSES = "losses.json"
 OWNER = "owner.json"  # while cells are rendered: the process that does it

@@ -8,8 +8,9 @@ from pathlib import Path
 from simpletuner.annexes.adapters.choice import PROGRAMS, Choice, command_for, find_choice
 from simpletuner.annexes.adapters.convert import why_not, why_not_one_file
 from simpletuner.annexes.report.contact_sheet import PAGE
-from simpletuner.annexes.report.sheet import SWEEP_FOLDER, Sheet
+from simpletuner.annexes.report.sheet import Sheet
 from simpletuner.errors import UserError
+from simpletuner.planning.checkpoint_folder import SWEEP_FOLDER
 from simpletuner.weights.lora_names import LoraForm
 
 

@@ -20,12 +20,12 @@ from simpletuner.annexes.page.runs.live import runs_of
 from simpletuner.annexes.page.runs.queue import RUNNING, WAITING, Job
 from simpletuner.annexes.report.comparison import CheckpointTable
 from simpletuner.annexes.report.html import grid_order
-from simpletuner.annexes.report.sheet import CONTENT, SWEEP_FOLDER, Sheet, SheetCell, worker_in
+from simpletuner.annexes.report.sheet import CONTENT, Sheet, SheetCell, worker_in
 from simpletuner.annexes.runs.run import Run
 from simpletuner.config.types import parse_number
 from simpletuner.errors import UserError, counted
 from simpletuner.models.registry import FAMILIES
-from simpletuner.planning.checkpoint_folder import find_checkpoints
+from simpletuner.planning.checkpoint_folder import SWEEP_FOLDER, find_checkpoints
 from simpletuner.reporting.metrics import MEDIA_FILE, read_media
 from simpletuner.reporting.wording import duration_text
 

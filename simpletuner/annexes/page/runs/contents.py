@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from simpletuner.annexes.page.runs.stars import STARS_FILE
 from simpletuner.annexes.payloads import EVENTS_FILE
 from simpletuner.annexes.report.samples import SAMPLES_FOLDER
 from simpletuner.annexes.report.sheet import CONTENT as SHEET_FILE
-from simpletuner.annexes.report.sheet import SWEEP_FOLDER
 from simpletuner.annexes.runs.console import CONSOLE_FILE
 from simpletuner.atomic import STRAY_FILE
 from simpletuner.budget.device import RATES_FILE
@@ -29,6 +27,8 @@ from simpletuner.planning.checkpoint_folder import (
     FILE_NAME,
     FOLDER_NAME,
     LINE_FILE,
+    STARS_FILE,
+    SWEEP_FOLDER,
     Manifest,
     result_step,
 )

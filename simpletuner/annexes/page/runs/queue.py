@@ -12,10 +12,10 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.annexes.report.samples import SAMPLES_FOLDER
-from simpletuner.annexes.report.sheet import SWEEP_FOLDER
 from simpletuner.annexes.runs.console import CONSOLE_FILE
 from simpletuner.atomic import locked_for_change, write_atomically
 from simpletuner.errors import UserError
+from simpletuner.planning.checkpoint_folder import SWEEP_FOLDER
 from simpletuner.planning.lock import Owner
 
 QUEUE_FILE = "queue.json"

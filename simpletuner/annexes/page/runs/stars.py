@@ -10,8 +10,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import locked_for_change, write_atomically
 from simpletuner.errors import UserError
+from simpletuner.planning.checkpoint_folder import STARS_FILE
 
-STARS_FILE = "stars.json"
 MOST_STARS = 10_000
 LONGEST_NAME = 300  # of a prompt
 

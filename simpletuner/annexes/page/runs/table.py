@@ -27,10 +27,11 @@ from simpletuner.annexes.report import html
 from simpletuner.annexes.report.comparison import Shown, build_table
 from simpletuner.annexes.report.contact_sheet import PAGE as SHEET_PAGE
 from simpletuner.annexes.report.samples import SAMPLES_FOLDER, samples_in
-from simpletuner.annexes.report.sheet import SWEEP_FOLDER, Sheet, SheetCell, best_of
+from simpletuner.annexes.report.sheet import Sheet, SheetCell, best_of
 from simpletuner.annexes.runs.run import Run
 from simpletuner.annexes.runs.state import ACTIVE
 from simpletuner.errors import UserError
+from simpletuner.planning.checkpoint_folder import SWEEP_FOLDER
 from simpletuner.reporting.wording import size_text
 
 

@@ -11,8 +11,9 @@ import pytest
 from simpletuner.annexes.page.runs.chosen_file import SavedWeights
 from simpletuner.annexes.page.runs.comparing import has_begun, seconds_since, wanted_cells
 from simpletuner.annexes.page.runs.queue import RUNNING, Job
-from simpletuner.annexes.report.sheet import CONTENT, SWEEP_FOLDER
+from simpletuner.annexes.report.sheet import CONTENT
 from simpletuner.annexes.runs.run import Run
+from simpletuner.planning.checkpoint_folder import SWEEP_FOLDER
 from simpletuner.planning.lock import this_process
 
 BEGAN = 5000.0  # Unix time at which the process of the comparison began

@@ -22,14 +22,18 @@ from starlette.testclient import TestClient
 from simpletuner.annexes.adapters.convert import MAGNITUDES_STAY, convert
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.runs.control import run_id
-from simpletuner.annexes.page.runs.stars import STARS_FILE
 from simpletuner.annexes.page.runs.table import untrained_beside
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.payloads import EVENTS_FILE
 from simpletuner.annexes.report.comparison import build_table
 from simpletuner.annexes.report.sheet import OWNER, Sheet, SheetCell
 from simpletuner.headers import with_metadata
-from simpletuner.planning.checkpoint_folder import Manifest, describe_files, write_manifest
+from simpletuner.planning.checkpoint_folder import (
+    STARS_FILE,
+    Manifest,
+    describe_files,
+    write_manifest,
+)
 from simpletuner.planning.lock import this_process
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, REPORT_FILE, MediaRecord
 from simpletuner.weights.lora_names import LORA_FILE, MAGNITUDE, METADATA_KEY, STEP_NOTE
