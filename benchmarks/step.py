@@ -14,6 +14,7 @@ import argparse
 import io
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ from simpletuner.annexes.display.progress import PlainDisplay
 from simpletuner.config.schema import RunConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.kandinsky5 import nabla
+from simpletuner.models.kandinsky5.blocks import Kernel, replace_attention
+from simpletuner.models.kandinsky5.cost import attention_heads, head_width
+from simpletuner.models.kandinsky5.tile_attention import choose_attend
 from simpletuner.models.registry import FAMILIES
 from simpletuner.reporting.events import EventStream
 from simpletuner.reporting.record import RunRecord
@@ -119,7 +123,7 @@ def plain(
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model: Any = build_transformer(size, device, dtype)
     if SHAPES[size].settings.get("attention_type") == "nabla":
-        nabla.install(model)
+        attend_to_tiles(model, device, dtype)
     model.requires_grad_(False)
     rank = config.lora.lora_rank
     model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=lora_targets(size)))
@@ -152,6 +156,28 @@ def plain(
         loss.item()
 
     return step
+
+
+def attend_to_tiles(model: Any, device: str, dtype: torch.dtype) -> None:
+    """Use our kernel for NABLA's tiles, as a function of its inputs alone.
+
+    `TileAttention` counts tiles from call to call. A block that is compiled whole would be traced
+    again for every count, and a checkpoint would recompute by another graph than it ran.
+    """
+    settings = dict(model.config)
+    attend = choose_attend(
+        torch.device(device), dtype, head_width(settings), attention_heads(settings)
+    )
+
+    def attend_chosen(query: Tensor, key: Tensor, value: Tensor, params: dict[str, Any]) -> Tensor:
+        with torch.no_grad():
+            tiles = nabla.tile_mask(query, key, params["sta_mask"], params["P"])
+        return attend(query, key, value, tiles)
+
+    def kernel(params: dict[str, Any]) -> Kernel:
+        return partial(attend_chosen, params=params)
+
+    replace_attention(model, kernel, nabla.is_visual)
 
 
 def _kandinsky_velocity(

@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import many_files, real_size, startup
-from benchmarks.models import SHAPES
+from benchmarks import many_files, real_size, startup, step
+from benchmarks.models import SHAPES, make_batch, make_config
 from tests.tools.cases import first_of
 from tests.tools.workspace import Workspace
 
@@ -60,6 +61,27 @@ def test_benchmark_runs_at_a_small_size(
     assert ratios
     assert all(len(ratio["rounds"]) >= 1 and min(ratio["rounds"]) >= 0 for ratio in ratios)
     assert ratios[0]["name"] in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("traced_only")
+def test_the_compiled_rival_of_sparse_attention_is_traced_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If it were traced again, a checkpoint would recompute by another graph than it ran."""
+    shape = SHAPES["medium-nabla"]
+    settings = {**shape.settings, "num_text_blocks": 1, "num_visual_blocks": 1}
+    small = replace(shape, settings=settings, latents=(1, 16, 32))
+    monkeypatch.setitem(SHAPES, "medium-nabla", small)
+    config = make_config("medium-nabla", lora_rank=4)
+    batch = make_batch("medium-nabla", 1)
+    take_step = step.plain("medium-nabla", "cpu", config, batch, repeated=True)
+    take_step()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    take_step()
+
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
 
 
 def test_startup_benchmark_times_a_folder_that_can_be_planned(
