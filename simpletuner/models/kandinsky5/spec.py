@@ -144,9 +144,6 @@ def check_image(config: RunConfig, flavour: Flavour, report: Problems) -> None:
             "at auto."
         )
         report.error("rope_scale", message)
-    if config.family.of(KandinskyOptions).attention_type == "nabla":
-        message = "'nabla': pictures are always sampled with dense attention; leave it at auto."
-        report.error("attention_type", message)
 
 
 def check_image_sizes(
@@ -329,6 +326,7 @@ KANDINSKY5_IMAGE = FamilySpec(
     options=KandinskyOptions,
     defaults=FAMILY["defaults"]["image"],
     components=COMPONENTS,
+    transformer_overrides=transformer_overrides,
     size_multiple=SIZE_MULTIPLE,
     vae_stride=8,
     patch_size=2,
@@ -377,7 +375,6 @@ KANDINSKY5_VIDEO = replace(
     captions=replace(KANDINSKY5_IMAGE.captions, longest=256),
     cost=VIDEO_COST,
     grid=pixel_grid,
-    transformer_overrides=transformer_overrides,
     attention=describe_attention,
     frame_rate=24,
     frame_stride=4,  # 61 frames -> 16 latent frames
