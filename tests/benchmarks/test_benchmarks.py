@@ -28,7 +28,7 @@ SMALLEST = {
     "step": "--size tiny --batches 1 --steps 1",
 }
 # Benchmarks whose parts have separate tests.
-ELSEWHERE = {"first_gpu", "first_gpus", "cost_table", "many_files", "real_size"}
+ELSEWHERE = {"first_gpu", "first_gpus", "cost_table", "many_files", "products", "real_size"}
 
 
 def test_every_benchmark_has_a_test() -> None:
