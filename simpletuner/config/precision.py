@@ -274,6 +274,12 @@ def multiplied(config: PrecisionConfig) -> dict[str, Quantisation]:
     return quantisations
 
 
+def multiplies_in_int8(config: PrecisionConfig) -> bool:
+    """Whether the weights of the base model are multiplied in int8."""
+    stored = quantisation(config.base_model_precision)
+    return config.quantized_matmul and stored is not None and stored.name == "int8-quanto"
+
+
 def check_capability(
     config: PrecisionConfig, capability: tuple[int, int] | None, report: Problems
 ) -> None:

@@ -38,6 +38,10 @@ TOLERANCE = 0.05
 # captions of one token, and Sana's timesteps per clip or token multiply to more.
 VERSIONS = 16
 
+# Inductor writes kernels of products only for GPUs with as many multiprocessors, as an RTX 3080
+# has, and warns on smaller ones (`torch._inductor.utils.is_big_gpu`).
+TUNED_MULTIPROCESSORS = 68
+
 logger = logging.getLogger(__name__)
 
 
@@ -148,6 +152,7 @@ def compile_blocks(
     *,
     sampling: bool,
     recomputing: bool,
+    tunes_int8: bool,
 ) -> None:
     """Compile the functions of fast blocks or, for families without them, `forward` of blocks.
 
@@ -156,10 +161,15 @@ def compile_blocks(
     Args:
         sampling: also compile previews, which run without gradients.
         recomputing: let the last functions of checkpointed blocks recompute themselves.
+        tunes_int8: choose the kernels of int8 products in fast blocks by measurements.
     """
     any_sizes = fast is not None or layout.compiled is not None
     compiler = make_compiler(backend, launch, any_sizes=any_sizes)
     if fast is not None:
+        if tunes_int8:
+            from simpletuner.speed.int8_kernels import tuning_int8  # imports inductor
+
+            compiler = tuning_int8(compiler)
         _compile_pieces(fast, compiler, launch, sampling=sampling, recomputing=recomputing)
         backward = BackwardPass()
         for block in layout.blocks:
@@ -226,6 +236,19 @@ def make_compiler(backend: str, launch: LaunchConfig, *, any_sizes: bool) -> Com
         fullgraph=launch.dynamo_fullgraph,
         dynamic=dynamic,
     )
+
+
+def can_tune_int8(backend: str, launch: LaunchConfig, device: torch.device) -> bool:
+    """Whether inductor writes kernels of int8 products for this device, and times them.
+
+    A `dynamo_mode` decides itself what is tuned.
+    """
+    if backend != "inductor" or launch.dynamo_mode is not None:
+        return False
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    properties = torch.cuda.get_device_properties(device)
+    return bool(properties.multi_processor_count >= TUNED_MULTIPROCESSORS)
 
 
 def sizes_of(tensor: Tensor) -> list[int]:

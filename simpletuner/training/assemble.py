@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.optimizers import trained_precision
-from simpletuner.config.precision import quantisation, transformer_dtype
+from simpletuner.config.precision import multiplies_in_int8, quantisation, transformer_dtype
 from simpletuner.config.schema import OffloadConfig, PrecisionConfig
 from simpletuner.config.speed import (
     compile_backend,
@@ -56,7 +56,7 @@ from simpletuner.models.lora_layers import Targets, matching_modules
 from simpletuner.models.sequence import SequenceGroup, TokenSplit
 from simpletuner.models.spec import FamilySpec
 from simpletuner.speed.attention import attention_kernel
-from simpletuner.speed.compile import FirstGradients, compile_blocks
+from simpletuner.speed.compile import FirstGradients, can_tune_int8, compile_blocks
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.techniques.base import HiddenStates, Site, Technique
 from simpletuner.training.full_model import FullModel
@@ -405,6 +405,10 @@ def _checkpoint_and_compile(
             # The last functions of checkpointed blocks can recompute themselves if the output of
             # attention is kept, inputs stay on the device, and no generator state is restored.
             recomputing=keeps and not inputs_leave and not has_dropout,
+            tunes_int8=(
+                multiplies_in_int8(settings.precision)
+                and can_tune_int8(backend, settings.launch, device)
+            ),
         )
     if comparison is not None:
         comparison.install()

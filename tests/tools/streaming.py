@@ -132,7 +132,13 @@ class Trained:
         )
         if compiled is not None and self.fast is not None:
             compile_blocks(
-                self.layout, self.fast, compiled, LaunchConfig(), sampling=False, recomputing=True
+                self.layout,
+                self.fast,
+                compiled,
+                LaunchConfig(),
+                sampling=False,
+                recomputing=True,
+                tunes_int8=False,
             )
         elif compiled is not None:
             block = self.layout.blocks[1]
