@@ -32,6 +32,7 @@ from simpletuner.models.registry import FAMILIES
 from simpletuner.planning.techniques.tread import TreadSpec
 from simpletuner.run.train import set_determinism
 from simpletuner.speed.attention import activate_attention
+from simpletuner.speed.int8_kernels import tuning_int8
 from simpletuner.speed.measure import host_to_device_bytes, matmul_flops
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.tread import Tread
@@ -245,7 +246,7 @@ def _seconds_of_passes(
 def products(machine: Machine) -> Iterator[Line]:
     """Linear layers with products in int8 and fp8 (`quantized_matmul`) against bf16."""
     need_keys("quantized_matmul")
-    for size in (machine.video, machine.image):
+    for size in (machine.image, machine.video):
         settings = SHAPES[size].settings
         tokens = SHAPES[size].tokens
         columns = settings["model_dim"]
@@ -256,30 +257,61 @@ def products(machine: Machine) -> Iterator[Line]:
 def _layer_times(
     machine: Machine, size: str, tokens: int, columns: int, rows: int
 ) -> Iterator[Line]:
-    """A layer of `rows` by `columns`; compiled ones fuse the rounding, as in compiled blocks."""
+    """A layer of `rows` by `columns`, forward and backward, and its errors."""
     device = torch.device(machine.device)
     plain = torch.nn.Linear(columns, rows, device=device, dtype=machine.dtype).requires_grad_(False)
     inputs = torch.randn(1, tokens, columns, device=device, dtype=machine.dtype).requires_grad_()
-    layers: dict[str, Any] = {"bf16": plain}
-    for bits, name in (("int8", "int8-quanto"), ("fp8", "fp8-quanto")):
-        layers[bits] = QuantisedLinear(plain, pack(plain.weight, QUANTISATIONS[name]))
-        use_quantised_products(torch.nn.Sequential(layers[bits]))
-        if machine.on_gpu:
-            layers[f"{bits}, compiled"] = torch.compile(layers[bits], dynamic=False)
     product = f"{size} {tokens} x {columns} x {rows}"
+    expected: list[Tensor] = []
     seconds_by_layer: dict[str, tuple[float, float]] = {}
-    for name, layer in layers.items():
+    for name, layer in _layers(machine, plain).items():
         try:
+            results = _output_and_gradient(layer, inputs)
             seconds_by_layer[name] = _seconds_of_passes(partial(layer, inputs), [inputs], device)
         except RuntimeError as error:
             # This device does not have the product; it may have the others.
             yield Line(f"{name} forward, {product}", 0.0, "ms", str(error).partition("\n")[0])
             continue
-        for direction, seconds, unit in zip(
-            DIRECTIONS, seconds_by_layer[name], seconds_by_layer["bf16"], strict=True
+        expected = expected or results
+        for direction, seconds, unit, result, exact in zip(
+            DIRECTIONS,
+            seconds_by_layer[name],
+            seconds_by_layer["bf16"],
+            results,
+            expected,
+            strict=True,
         ):
-            note = _ratio(seconds, unit)
+            error = float((result - exact).norm() / exact.norm())
+            note = f"{_ratio(seconds, unit)} of the time of bf16, error {error:.1e}"
             yield Line(f"{name} {direction}, {product}", seconds * 1e3, "ms", note)
+    levels = torch.zeros(rows, columns, dtype=torch.int8, device=device)
+    transposing = fastest(lambda: levels.t().contiguous(), device, 5)
+    yield Line(f"transposing the levels, {product}", transposing * 1e3, "ms")
+
+
+def _layers(machine: Machine, plain: torch.nn.Linear) -> dict[str, Callable[[Tensor], Tensor]]:
+    """A layer in bf16, then quantised; compiled ones fuse the rounding, as in compiled blocks.
+
+    Tuned ones may also scale int8 sums where they are added up.
+    """
+    layers: dict[str, Any] = {"bf16": plain}
+    for bits, name in (("int8", "int8-quanto"), ("fp8", "fp8-quanto")):
+        layer = QuantisedLinear(plain, pack(plain.weight, QUANTISATIONS[name]))
+        use_quantised_products(torch.nn.Sequential(layer))
+        layers[bits] = layer
+        if machine.on_gpu:
+            compiler = partial(torch.compile, dynamic=False)
+            layers[f"{bits}, compiled"] = compiler(layer)
+            if bits == "int8":
+                layers["int8, compiled and tuned"] = tuning_int8(compiler)(layer)
+    return layers
+
+
+def _output_and_gradient(layer: Callable[[Tensor], Tensor], inputs: Tensor) -> list[Tensor]:
+    """The output, and the gradient of the inputs for the output itself, in float32."""
+    output = layer(inputs)
+    (gradient,) = torch.autograd.grad(output, inputs, output.detach())
+    return [output.detach().float(), gradient.float()]
 
 
 # From the code of diffusers to all that makes a block faster.
@@ -636,13 +668,13 @@ SUSPECTS = {
 # In the order of their importance, with time limits in seconds: about twice what an H100 is
 # expected to take. All of them fit into two runs of `first_gpu.MINUTES`.
 SECTIONS: dict[str, tuple[Section, float]] = {
+    "products": (products, 150),
     "sparse": (sparse, 60),
     "peaks": (peaks, 20),
     "step": (step, 110),
     "attention": (attention, 30),
     "streamer": (streamer, 110),
     "full": (full, 110),
-    "products": (products, 60),
     "unchecked": (unchecked, 110),
     "decoding": (decoding, 60),
     "tread": (tread, 70),
