@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from simpletuner.budget.device import read_rates
+from simpletuner.config.launch import LaunchConfig
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.loading import full_linear
 from simpletuner.run.settings import assembly_settings
 from simpletuner.speed import attention
+from simpletuner.speed.compile import can_tune_int8
+from simpletuner.speed.int8_kernels import tuning_int8
 from simpletuner.speed.measure import device_rates
 from simpletuner.training import step
 from simpletuner.training.assemble import assemble
@@ -183,17 +187,41 @@ def test_quantised_products_match_the_cpu(name: str, least: tuple[int, int]) -> 
     if torch.cuda.get_device_capability() < least:
         pytest.skip(f"needs compute capability {least}")
 
-    cpu_outputs, cpu_gradient = quantised_product(name, "cpu")
-    gpu_outputs, gpu_gradient = quantised_product(name, "cuda")
+    expected = quantised_product(name, "cpu")
+    actual = quantised_product(name, "cuda")
 
-    # bf16 has 8 significant bits.
-    assert (cpu_outputs - gpu_outputs).norm() < 2**-8 * cpu_outputs.norm()
-    assert (cpu_gradient - gpu_gradient).norm() < 2**-8 * cpu_gradient.norm()
+    assert_equal_in_bf16(actual, expected)
 
 
-def quantised_product(name: str, device: str) -> tuple[Tensor, Tensor]:
+@pytest.mark.parametrize("kernels", ["ATEN,TRITON", "TRITON"])
+def test_tuned_int8_products_match_the_cpu(kernels: str) -> None:
+    """Also where inductor's own kernel is the only one, which scales its sums."""
+    if not can_tune_int8("inductor", LaunchConfig(), GPU):
+        pytest.skip("inductor writes no products for this GPU")
+
+    def compile_with(function: Any, *, options: dict[str, Any]) -> Any:
+        options = {**options, "max_autotune_gemm_backends": kernels}
+        return torch.compile(function, options=options, dynamic=False)
+
+    tuned = tuning_int8(compile_with)
+
+    expected = quantised_product("int8-quanto", "cpu")
+    actual = quantised_product("int8-quanto", "cuda", tuned)
+
+    assert_equal_in_bf16(actual, expected)
+
+
+def assert_equal_in_bf16(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    """Equal to 8 significant bits."""
+    for one, other in zip(actual, expected, strict=True):
+        assert (one - other).norm() < 2**-8 * other.norm()
+
+
+def quantised_product(
+    name: str, device: str, prepare: Callable[[Any], Any] = lambda module: module
+) -> tuple[Tensor, Tensor]:
     """Outputs of a quantised layer and the gradient of its inputs, in float32 on the CPU."""
-    module = layer(name, dtype=torch.bfloat16).to(device)
+    module = prepare(layer(name, dtype=torch.bfloat16).to(device))
     inputs = draw(4, 9, 64, dtype=torch.bfloat16).detach().to(device).requires_grad_()
     outputs = module(inputs)
     output_gradient = draw(4, 9, 48, dtype=torch.bfloat16).detach().to(device)
