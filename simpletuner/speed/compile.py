@@ -239,11 +239,14 @@ def make_compiler(backend: str, launch: LaunchConfig, *, any_sizes: bool) -> Com
 
 
 def can_tune_int8(backend: str, launch: LaunchConfig, device: torch.device) -> bool:
-    """Whether inductor writes kernels of int8 products for this device, and times them.
+    """Whether inductor may write kernels of int8 products for this device, and time them.
 
-    A `dynamo_mode` decides itself what is tuned.
+    A `dynamo_mode` decides itself what is tuned. With other kernels, results are rounded to bf16 at
+    other places, so deterministic runs must not depend on measurements.
     """
     if backend != "inductor" or launch.dynamo_mode is not None:
+        return False
+    if torch.are_deterministic_algorithms_enabled():
         return False
     if device.type != "cuda" or torch.version.hip:
         return False

@@ -72,6 +72,14 @@ def test_kernels_are_tuned_where_inductor_writes_them(
     assert can_tune_int8(backend, LaunchConfig(dynamo_mode=mode), device) is expected
 
 
+def test_a_deterministic_run_depends_on_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(multi_processor_count=82)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+
+    assert not can_tune_int8("inductor", LaunchConfig(), CUDA)
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
