@@ -122,6 +122,7 @@ def plan_samples(request: SampleRequest) -> tuple[SamplePlan, list[Sampled]]:
         pictures,
         weights[0].transformer,
         compares=request.sweeps,
+        run=run,
     )
     plan = plan_rendering(arguments, rendering)
 

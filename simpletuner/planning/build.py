@@ -139,6 +139,7 @@ class Rendering:
         pictures: that samples start from.
         transformer: of a full fine-tune, in place of the base model's.
         compares: prompts that are a run's have its settings of them, as its previews had.
+        run: a checkpoint of the run that trained the weights.
     """
 
     folder: str = ""
@@ -146,6 +147,7 @@ class Rendering:
     pictures: tuple[Sample, ...] = ()
     transformer: Part | None = None
     compares: bool = False
+    run: Checkpoint | None = None
 
 
 @dataclass(frozen=True)
@@ -228,6 +230,8 @@ def plan_rendering(arguments: Arguments, rendering: Rendering) -> PreviewPlan:
     layers, _ = arguments.layers(report)
     config, family = resolve_layers(layers, report)
     config = as_rendered(config, rendering.folder)
+    if rendering.run is not None:
+        config = with_defaults_of(rendering.run, config)
     if family is None:
         raise ConfigError([*report, *checks.check_config(config, "sample")])
     model, _ = _model(config, family, [], rendering, report)

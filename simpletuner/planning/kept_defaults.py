@@ -1,4 +1,4 @@
-"""Defaults that a newer version has changed: a run keeps those with which it began.
+"""Defaults that a newer version has changed: a run keeps those that it began with.
 
 A checkpoint records the value of every key, and which of them the user had set. A key that the user
 has set neither then nor now keeps the recorded value, so that an update changes no run.
@@ -31,12 +31,14 @@ OPTIMIZER = "optimizer_config."
 
 
 def with_defaults_of(checkpoint: Checkpoint, config: RunConfig) -> RunConfig:
-    """The settings of a run that continues, with the defaults that it began with."""
+    """The settings of a run that continues or is sampled, with the defaults that it began with."""
     origins = checkpoint.manifest.identity.origins
     if not origins:  # the first checkpoints did not record what the user had set
         return config
     path = checkpoint.path / "config.json"
     recorded = without_removed(read_json(path, Problems(), dict) or {}, str(path), Problems())
+    if recorded.get("model_flavour") != config.model.model_flavour:  # it has defaults of its own
+        return config
     set_by_user = {key: recorded[key] for key in recorded if not _is_default(origins, key)}
     unset = {key: value for key, value in recorded.items() if key not in set_by_user}
     config = config.with_values(_changed_defaults(unset, config), KEPT)

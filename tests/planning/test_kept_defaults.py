@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from simpletuner.annexes.sampling import SampleRequest, plan_samples
 from simpletuner.config.optimizers import optimizer_settings
 from simpletuner.config.schema import FAMILY_DEFAULT, KEPT
 from simpletuner.config.sources import parse_arguments
+from simpletuner.models.kandinsky5.options import KandinskyOptions
 from simpletuner.planning.build import plan_training
 from simpletuner.planning.plans import Plan
 from tests.tools.earlier_runs import PLAIN_FAILURE, unpack_earlier_runs
@@ -165,6 +167,25 @@ def test_a_default_that_this_version_lacks_is_not_kept(record: Record) -> None:
     record.write("loss_type", "cubic")
 
     assert record.plan().config.loss.loss_type == "l2"
+
+
+@pytest.mark.parametrize(
+    ("flavour", "template"),
+    [
+        ([], "diffusers"),
+        (["--model_flavour", "t2i-lite-pretrain"], "official"),
+    ],
+)
+def test_samples_have_the_defaults_of_the_run_unless_they_are_of_another_model(
+    record: Record, flavour: list[str], template: str
+) -> None:
+    record.write("text_template", "diffusers")
+    request = SampleRequest("runs/plain", "samples", parse_arguments(flavour), ["a big glimmer"])
+
+    with record.run.inside():
+        plan, _ = plan_samples(request)
+
+    assert plan.config.family.of(KandinskyOptions).text_template == template
 
 
 def test_a_plan_shows_kept_defaults_only_in_full(
