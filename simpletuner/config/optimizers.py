@@ -232,6 +232,9 @@ LOST_IN_BF16 = 2**-8
 # learning.
 PRODIGY_LOWEST_RATE = 0.1
 
+# Muon's rate for the pace of AdamW, as a multiple of AdamW's: measured on the demo (EVIDENCE.md).
+MUON_PACE = 3
+
 
 def optimizer_name(config: OptimizerConfig, mixed_precision: str) -> OptimizerName:
     """The chosen optimizer; the default is adamw_bf16 with mixed_precision bf16, else adamw."""
@@ -392,6 +395,13 @@ def _check_numbers(
     # An unset rate counts too: its default of 1e-4 is just as wrong.
     if name == "prodigy" and (config.learning_rate or 0) < PRODIGY_LOWEST_RATE:
         message = "prodigy finds the rate and multiplies it by this one, which should be 1."
+        report.warn("learning_rate", message)
+    usual = LEARNING_RATES["lora"]
+    if name == "muon" and (config.learning_rate or usual) <= usual:
+        message = (
+            f"muon needs about {MUON_PACE} times the rate of AdamW to learn as fast: "
+            f"{MUON_PACE * usual:g} where AdamW has {usual:g}."
+        )
         report.warn("learning_rate", message)
     if spec.schedule_free and not config.lr_scheduler.startswith("constant"):
         message = f"{config.lr_scheduler!r} is ignored: {name} keeps the rate after the warm-up."

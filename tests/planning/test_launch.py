@@ -69,7 +69,7 @@ def problems_of(**settings: Any) -> tuple[list[str], list[str]]:
             "fsdp_cpu_ram_efficient_loading": True,
         },
         {**SHARDED, "lora_init_type": "pissa", "mixed_precision": "no"},
-        {**SHARDED, "optimizer": "muon"},  # every process has the whole LoRA
+        {**SHARDED, "optimizer": "muon", "learning_rate": 3e-4},  # every process has all of a LoRA
         {"num_processes": 4, "enable_group_offload": True, "base_model_precision": "int8-quanto"},
     ],
 )

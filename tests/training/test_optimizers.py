@@ -776,6 +776,19 @@ def test_all_invalid_overrides_are_reported_at_once() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("rate", "warned"),
+    [({}, True), ({"learning_rate": 1e-4}, True), ({"learning_rate": 3e-4}, False)],
+)
+def test_muon_at_the_rate_of_adamw_is_warned_of(rate: dict[str, float], warned: bool) -> None:
+    found = problems(optimizer="muon", **rate)
+
+    assert [problem.where for problem in found] == ["learning_rate"] * warned
+    assert not any(problem.fatal for problem in found)
+    assert all("0.0003 where AdamW has 0.0001" in problem.message for problem in found)
+    assert problems(optimizer="adamw", **rate) == []
+
+
 def test_betas_come_in_pairs() -> None:
     (problem,) = problems(optimizer_beta2=0.9)
     assert problem.fatal
