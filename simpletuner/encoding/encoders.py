@@ -49,6 +49,7 @@ from simpletuner.models.adapter import (
     TextEncoder,
     load_adapter,
 )
+from simpletuner.models.placement import place
 from simpletuner.planning.plans import AnyPlan, PreviewPlan
 from simpletuner.reporting.events import CACHING, EventStream, PhaseStarted
 from simpletuner.techniques.base import FeatureEncoder, Technique
@@ -293,7 +294,10 @@ def load_encoder(
             quantisers[model](within=[model])
 
     if not streams:
-        return load(device, dtype, quantise_encoder)
+        encoder = load(device, dtype, quantise_encoder)
+        for model in encoder.models:
+            place(model, device)
+        return encoder
     # Loaded on the CPU, since it may not fit on the device; quantised during packing.
     encoder = load(torch.device("cpu"), dtype, quantise_encoder)
     for model in encoder.models:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from simpletuner.config.schema import CachingConfig
 from simpletuner.errors import UserError, reached_limit, shorten
+from simpletuner.models.placement import place
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
 from simpletuner.models.usage import FLOW, SOLVERS
@@ -244,7 +245,7 @@ def load_vae(
     broken = [name for name, tensor in weights.items() if not bool(tensor.isfinite().all())]
     if broken:
         raise UserError(f"{part.described} holds NaN or infinite values in {shorten(broken)}.")
-    vae.requires_grad_(False).eval().to(device)
+    place(vae.requires_grad_(False).eval(), device)
     if dtype == torch.float32 and device.type == "cuda":
         vae.encode = full_float32()(vae.encode)
         vae.decode = full_float32()(vae.decode)
@@ -377,7 +378,8 @@ class DeferredWeights:
     """The weights that an empty transformer lacks, with the values and dtypes of `from_pretrained`.
 
     A weight with the dtype of the file becomes a view of the mapped file. Its pages are page cache,
-    which the system drops when it needs memory, and they are unmapped with the last view.
+    which the system drops when it needs memory, and they are unmapped with the last view. `place`
+    copies those that stay on a CPU, to aligned memory.
 
     Args:
         transformer: from `load_transformer(dtype, empty=True)`; parameters with values are left

@@ -14,6 +14,7 @@ from transformers import Dinov2Model, Dinov2WithRegistersModel
 from simpletuner.config.techniques.crepa import CrepaConfig
 from simpletuner.models.adapter import FamilyAdapter, LatentEncoder
 from simpletuner.models.loading import load_whole
+from simpletuner.models.placement import place
 from simpletuner.models.vision import KINDS, VisionEncoder
 
 # ImageNet statistics, with which DINOv2 normalises pictures.
@@ -94,7 +95,7 @@ def load_teacher(
     decoder = load_vae()
     if config.crepa_drop_vae_encoder:
         decoder.vae.encoder = nn.Identity()
-    model = model.requires_grad_(False).eval().to(device)
+    model = place(model.requires_grad_(False).eval(), device)
     return FrameTeacher(model, decoder, config, adapter.spec.patch_size)
 
 

@@ -53,6 +53,7 @@ from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.loading import DeferredWeights, keep_full_float32
 from simpletuner.models.lora_layers import Targets, matching_modules
+from simpletuner.models.placement import place
 from simpletuner.models.sequence import SequenceGroup, TokenSplit
 from simpletuner.models.spec import FamilySpec
 from simpletuner.speed.attention import attention_kernel
@@ -283,8 +284,8 @@ def load_frozen(
         fill_and_quantise([block])
         if sharers.size > 1:
             share_by_machine([block], sharers)
-        elif not on_host:
-            block.to(device)
+        else:
+            place(block, torch.device("cpu") if on_host else device)
     fill_and_quantise([transformer])  # the layers outside of blocks
     return transformer, images
 

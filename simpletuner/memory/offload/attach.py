@@ -31,6 +31,7 @@ from simpletuner.memory.offload.image import (
     without_tensors,
 )
 from simpletuner.memory.offload.streamer import SlotReferences, Streamer
+from simpletuner.models.placement import place
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def place_model(model: nn.Module, streamed: Sequence[nn.Module], device: torch.d
     """Move a model to a device, except for the frozen weights of blocks that will stream."""
     staying = {id(tensor) for block in streamed for tensor in frozen_tensors(block)}
     with without_tensors(streamed, staying):
-        model.to(device)
+        place(model, device)
     trim_heap()
 
 
