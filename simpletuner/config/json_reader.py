@@ -116,8 +116,8 @@ def read_text(path: Path, report: Problems) -> str | None:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         report.error(str(path), f"is not UTF-8 text (byte {error.start}).")
-    except ValueError as error:  # NUL in the name
-        report.error(str(path), f"cannot be read: {error}.")
+    except ValueError as error:
+        report.error(str(path), f"cannot be read: {why_not_a_name(error)}.")
     except OSError as error:
         report.error(str(path), f"cannot be read: {error.strerror}.")
     return None
@@ -137,6 +137,13 @@ def why_unreadable(status: os.stat_result, most: int) -> str:
     if status.st_size > most:
         return f"has {status.st_size:,} bytes; the limit is {most:,}"
     return ""
+
+
+def why_not_a_name(error: ValueError) -> str:
+    """Why no file can have a name; the words of Python differ between its versions."""
+    if isinstance(error, UnicodeEncodeError):
+        return "its name cannot be written as UTF-8"
+    return "its name contains a null character"
 
 
 def parse_json(text: str, object_of: Callable[[Pairs], Any] = dict) -> Any:
@@ -185,6 +192,10 @@ JSON_FAULTS = (
     (r"\Z", "", "it ends too early"),
     (r"", "',' delimiter", "a comma or a closing bracket is missing"),
     (r"", "':' delimiter", "a colon is missing"),
+    # Since 3.13, Python complains of the comma itself, and before of what follows it.
+    (r"", "trailing comma", "there is a comma too many"),
+    (r"\}", "property name", "there is a comma too many"),
+    (r"\]", "Expecting value", "there is a comma too many"),
     (r"", "property name", "a key in double quotes is missing"),
     (r"", "Expecting value", "a value is missing"),
 )

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from simpletuner.config.json_reader import why_unreadable
+from simpletuner.config.json_reader import why_not_a_name, why_unreadable
 from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.hashing import hash_file
 
@@ -161,8 +161,8 @@ def with_retries(path: Path, attempt: Callable[[], T]) -> T:
     for pause in (*RETRY_DELAYS, None):
         try:
             return attempt()
-        except ValueError as error:  # NUL in the name
-            raise UnreadableError(f"cannot be read: {error}") from error
+        except ValueError as error:
+            raise UnreadableError(f"cannot be read: {why_not_a_name(error)}") from error
         except OSError as error:
             if error.errno in FILE_ERRORS:
                 raise UnreadableError(f"cannot be read: {error.strerror}") from error

@@ -97,7 +97,7 @@ def test_failed_downloads_are_listed_with_their_reasons(
         f"{site.address}/short.png": "ended after",
         f"{site.address}/file.png": "does not lead to http or https",
         "ftp://host/x.png": "uses ftp",
-        "a\0.png": "null byte",
+        "a\0.png": "its name contains a null character",
     }
     rows = [(address, "caption") for address in reasons]
     good = site.add("/good.png", picture(1))

@@ -65,7 +65,8 @@ def test_invalid_json_is_reported_with_line_and_column(tmp_path: Path) -> None:
         ("{a: 1}", "a key in double quotes is missing"),
         ('{"a" 1}', "a colon is missing"),
         # One problem: the comma before the bracket is ignored.
-        ('{"a": 1,, }', "a key in double quotes is missing"),
+        ('{"a": 1,, }', "there is a comma too many"),
+        ("[1,, ]", "there is a comma too many"),
         ('{"a": }', "a value is missing"),
         (b'{"a": "\xff"}', "is not UTF-8 text (byte 7)"),
         (b'\xff\xfe{\x00"\x00', "is not UTF-8 text"),

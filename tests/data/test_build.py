@@ -494,7 +494,7 @@ def test_a_list_of_excluded_files_must_be_a_json_list_of_names(
     ("name", "message"),
     [
         ("x" * 300, "cannot be read: File name too long"),
-        ("a\0b", "cannot be read: embedded null byte"),
+        ("a\0b", "cannot be read: its name contains a null character"),
         ("none.json", "none.json"),
         ("../exclude.json", "must be the name of a file"),
     ],
