@@ -28,17 +28,14 @@ from simpletuner.annexes.processes.joining import (
 from simpletuner.annexes.processes.watch import GONE, EndReporter
 from simpletuner.distributed.world import World, world_from_launcher
 from simpletuner.errors import UserError
+from tests.tools.forks import fork
 from tests.tools.processes import finish
 from tests.tools.reports import found_by
-from tests.tools.workspace import FORKS
 
 
 def in_two_processes(work: Callable[..., None], *arguments: object) -> list[int | None]:
     """`work(rank, *arguments)` in each of two; returns their exit codes."""
-    started = [FORKS.Process(target=work, args=(rank, *arguments)) for rank in range(2)]
-    for process in started:
-        process.start()
-    return finish(started)
+    return finish([fork(work, rank, *arguments) for rank in range(2)])
 
 
 def agree(rank: int, folder: Path) -> None:

@@ -51,7 +51,7 @@ from simpletuner.training.state import Assembly, TrainState
 from simpletuner.validation.eval_loss import EvaluationLoss
 from simpletuner.validation.renderer import Renderer
 from simpletuner.validation.runner import ValidationRunner
-from tests.tools.processes import PATIENCE
+from tests.tools.processes import finish
 from tests.tools.workspace import DATASETS, EVAL, Workspace
 
 CPU = torch.device("cpu")
@@ -259,9 +259,7 @@ def test_the_last_to_finish_shows_what_the_others_have_done() -> None:
 def run(*ranks: tuple[Workspace, int, int]) -> list[dict[str, Any]]:
     """What the processes, given as (folder, rank, size), did at the same time."""
     processes = [workspace.fork(work, rank, size) for workspace, rank, size in ranks]
-    for process in processes:
-        process.join(PATIENCE)
-    assert [process.exitcode for process in processes] == [0] * len(ranks)
+    assert finish(processes) == [0] * len(ranks)
     return [
         json.loads(workspace.path(f"rank-{rank}.json").read_text()) for workspace, rank, _ in ranks
     ]

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from simpletuner.cli.app import run
 from simpletuner.reporting.metrics import MetricsFile
-from tests.tools.workspace import FORKS
+from tests.tools.forks import FORKS
 
 MOST_BYTES = 100_000  # of a command with its environment
 # Environment variable: seconds by which a run slows down its steps, to leave the CPU to the test

@@ -12,24 +12,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from simpletuner.cli.app import main
-from simpletuner.distributed.world import World, usable_cores
-from tests.tools.workspace import FORKS, Workspace
+from simpletuner.distributed.world import World
+from tests.tools.forks import STALL_SECONDS, Progress, fork, slowness
+from tests.tools.workspace import Workspace
 
-LOOP_SECONDS = 0.02  # CPU time of the loop in `slowness` on a machine of 2024
-
-
-def slowness() -> float:
-    """How many times longer than usual work takes on this machine now."""
-    started = time.process_time()
-    for _ in range(1_000_000):
-        pass
-    loop = (time.process_time() - started) / LOOP_SECONDS
-    load = os.getloadavg()[0] / usable_cores()
-    return max(1.0, loop) * max(1.0, load)
-
-
-# Seconds within which processes must end. A few are enough on an idle machine, and a collective
-# that hangs costs about a minute.
+# Seconds within which threads, servers and programs must answer. Forks are watched instead.
 PATIENCE = 60 * slowness()
 _ports: list[socket.socket] = []
 
@@ -64,13 +51,9 @@ def start(
 
 
 def finish(processes: Sequence[BaseProcess]) -> list[int | None]:
-    """Wait for processes; returns their exit codes, None for those that did not end."""
-    for process in processes:
-        process.join(PATIENCE)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    return codes
+    """Wait until all processes have ended; returns their exit codes."""
+    _join(processes, lambda: False)
+    return [process.exitcode for process in processes]
 
 
 def train(workspace: Workspace, size: int, *settings: str) -> list[int | None]:
@@ -78,32 +61,47 @@ def train(workspace: Workspace, size: int, *settings: str) -> list[int | None]:
     return finish(start([workspace] * size, "train", *settings))
 
 
-def run_together(size: int, work: Callable[..., object], *arguments: object) -> None:
+def run_together(
+    size: int,
+    work: Callable[..., object],
+    *arguments: object,
+    stall_seconds: float = STALL_SECONDS,
+) -> None:
     """Run `work(world, *arguments)` in several processes, and check that all of them succeed."""
-    processes = []
-    for rank in range(size):
-        world = World(rank, size, rank, size)
-        processes.append(FORKS.Process(target=work, args=(world, *arguments)))
-    for process in processes:
-        process.start()
+    processes = [fork(work, World(rank, size, rank, size), *arguments) for rank in range(size)]
+
+    def one_has_failed() -> bool:  # for which the others would wait
+        return any(process.exitcode not in (None, 0) for process in processes)
+
+    _join(processes, one_has_failed, stall_seconds)
+    assert [process.exitcode for process in processes] == [0] * size
+
+
+def _join(
+    processes: Sequence[BaseProcess],
+    enough: Callable[[], bool],
+    stall_seconds: float = STALL_SECONDS,
+) -> None:
+    """Wait until all processes have ended, or enough have; kill the rest, and fail if they hang."""
+    progress = Progress(processes, stall_seconds)
     try:
-        # Until all have ended, or the first has failed, for which the others would wait.
-        while all(process.exitcode in (None, 0) for process in processes):
+        while not enough():
             running = [process.sentinel for process in processes if process.exitcode is None]
-            if not running or not connection.wait(running, PATIENCE):
+            if not running:
                 break
+            connection.wait(running, progress.interval)
+            progress.check()
     finally:
         for process in processes:
             process.kill()
             process.join()
-    assert [process.exitcode for process in processes] == [0] * size
 
 
 def wait_for(condition: Callable[[], bool], output: Path, processes: Sequence[BaseProcess]) -> None:
-    """Wait until a condition holds; fail with the output if a process ends or takes too long."""
-    deadline = time.monotonic() + PATIENCE
+    """Wait until a condition holds; fail if a process ends, with the output, or if all hang."""
+    progress = Progress(processes)
     while not condition():
-        assert time.monotonic() < deadline, output.read_text()
+        progress.check()
         assert all(process.is_alive() for process in processes), output.read_text()
         time.sleep(0.02)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import multiprocessing
 import re
 import shutil
 import subprocess
@@ -21,6 +20,7 @@ import numpy as np
 from PIL import Image
 
 from simpletuner.cli.app import main
+from tests.tools.forks import fork
 
 CONFIG: dict[str, Any] = {
     "model_type": "lora",
@@ -74,11 +74,6 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     """The events of a log, without an incomplete last line."""
     lines = path.read_bytes().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith(b"\n")]
-
-
-# Processes that start with everything imported, which takes longer than a tiny run.
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.tools.preload"])
 
 
 @cache
@@ -158,9 +153,7 @@ class Workspace:
 
     def fork(self, work: Callable[..., object], *arguments: object) -> BaseProcess:
         """Start `work(*arguments)` inside this folder, in a fresh process."""
-        process = FORKS.Process(target=_work_inside, args=(self, work, arguments))
-        process.start()
-        return process
+        return fork(_work_inside, self, work, arguments)
 
     def metrics(self, output: str = "output") -> list[dict[str, Any]]:
         """The rows of a run's metrics, without what depends on the clock or the machine."""
