@@ -19,7 +19,7 @@ def test_every_mutation_has_its_text_and_its_tests() -> None:
         compile(changed, mutation.name, "exec")
         for test in mutation.tests:
             file, *names = test.split("::")
-            content = (ROOT / "tests" / file).read_text(encoding="utf-8")
+            content = (ROOT / file).read_text(encoding="utf-8")
             assert not names or f"def {names[-1]}(" in content, mutation.name
 
 

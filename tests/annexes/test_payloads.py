@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import math
+import re
 import resource
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
+import simpletuner
 from simpletuner import atomic
 from simpletuner.annexes import payloads
 from simpletuner.annexes.page.runs.live import events_after
@@ -24,9 +26,12 @@ from simpletuner.annexes.payloads import (
 )
 from simpletuner.annexes.runs.history import RunHistory
 from simpletuner.annexes.runs.log_files import Tail
+from simpletuner.encoding.download import download
+from simpletuner.encoding.encoders import FeatureJob, LatentJob, TextJob
 from simpletuner.errors import DiskFullError
 from simpletuner.redaction import HIDDEN
 from simpletuner.reporting.events import (
+    EVALUATION,
     UPLOADING,
     CheckpointSaved,
     Evaluated,
@@ -46,6 +51,36 @@ from tests.tools.workspace import read_events
 PICTURE = MediaRecord(4, "bird", "a bird", "validation_images/step_4_bird_0_64x32.png", 64, 32)
 CLIP = MediaRecord(4, "bird", "a bird", "validation_images/step_4_bird_0_64x32@5.mp4", 64, 32)
 RUNNING = StateChanged("running", 0, 4)
+DOCS = Path(simpletuner.__file__).parent / "docs"
+# In the order of docs/WEBHOOKS.md; tests of whole runs promise more of them.
+STATUSES = [
+    "starting",
+    "running",
+    "stopping",
+    "completed",
+    "failed",
+    "cancelled",
+    "uploading_model",
+    "model_available",
+]
+STAGES = [
+    "init_torch",
+    "init_download_model",
+    "init_text_embed_cache",
+    "init_vae_cache",
+    "init_feature_cache",
+    "init_load_base_model",
+    "init_prepare_models",
+    "benchmark_base_model",
+    "evaluation",
+    "validation",
+    "final_validation",
+    "checkpoint_save",
+    "save_result",
+    "uploading",
+    "training_complete",
+    "training_abort",
+]
 
 
 def step(number: int, loss: float = 0.5) -> StepReport:
@@ -252,3 +287,66 @@ def test_final_event_is_written_into_reserved_space(
     stream.publish(StateChanged("failed", 0, 99, "no space left on the disk"))
     history.follow(Tail(tmp_path / EVENTS_FILE, "id", renew=history.begin))
     assert (history.status, history.message) == ("failed", "no space left on the disk")
+
+
+@pytest.mark.parametrize(
+    ("event", "key"),
+    [
+        (PhaseStarted("Encoding captions", 3, stage=TextJob.stage), "init_text_embed_cache"),
+        (PhaseStarted("Encoding pictures", 3, stage=LatentJob.stage), "init_vae_cache"),
+        (PhaseStarted("Encoding features", 3, stage=FeatureJob.stage), "init_feature_cache"),
+        (PhaseStarted("Evaluating at step 2", kind=EVALUATION), "evaluation"),
+        (CheckpointSaved(Path("x/checkpoint-4"), 4, 1.0), "checkpoint_save"),
+        (StateChanged("finished", 4, 4, "done"), "training_complete"),
+        (StateChanged("failed", 2, 4, "broken"), "training_abort"),
+        (StateChanged("interrupted", 2, 4, "stopped"), "training_abort"),
+    ],
+)
+def test_stages_have_the_names_that_programs_know(event: Event, key: str) -> None:
+    stages = [payload["stage"] for payload in payloads_of(event) if "stage" in payload]
+
+    assert [stage["key"] for stage in stages] == [key]
+
+
+@pytest.mark.parametrize(
+    ("event", "status", "severity"),
+    [
+        (StateChanged("starting", 0, 4), "starting", "info"),
+        (StateChanged("running", 0, 4), "running", "info"),
+        (StateChanged("stopping", 2, 4), "stopping", "info"),
+        (StateChanged("finished", 4, 4, "done"), "completed", "success"),
+        (StateChanged("interrupted", 2, 4, "stopped"), "cancelled", "warning"),
+        (StateChanged("failed", 2, 4, "broken"), "failed", "error"),
+        (PhaseStarted("Uploading", kind=UPLOADING), "uploading_model", "info"),
+        (Uploaded("step 4 to the hub", "https://hub/me/star", 4), "model_available", "info"),
+    ],
+)
+def test_the_status_of_a_run_has_the_name_that_programs_know(
+    event: Event, status: str, severity: str
+) -> None:
+    (payload,) = [each for each in payloads_of(event) if each["type"] == "training.status"]
+
+    assert payload["data"]["status"] == status
+    assert payload["severity"] == severity
+
+
+def test_the_page_of_webhooks_lists_every_name() -> None:
+    page = (DOCS / "WEBHOOKS.md").read_text(encoding="utf-8")
+    statuses = page.partition("`data.status`: ")[2].partition(";")[0]
+    stages = page.partition("Keys of stages:")[2].partition(".\n")[0]
+
+    assert re.findall(r"`(\w+)`", statuses) == STATUSES
+    assert re.findall(r"`(\w+)`", stages) == STAGES
+
+
+def test_downloading_and_uploading_have_stages_of_their_own() -> None:
+    seen: list[Payload] = []
+    payloads = Payloads(every=0)
+    events = EventStream(lambda event: seen.extend(payloads(event)))
+
+    download([], events)
+    with events.phase("Uploading the result", kind=UPLOADING):
+        pass
+
+    keys = [payload["stage"]["key"] for payload in seen if "stage" in payload]
+    assert keys == ["init_download_model", "init_download_model", "uploading", "uploading"]

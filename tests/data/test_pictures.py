@@ -12,6 +12,7 @@ import numpy as np
 import pillow_heif
 import pytest
 from PIL import Image, ImageFile
+from PIL.PngImagePlugin import PngInfo
 
 from simpletuner.config.types import Size
 from simpletuner.data import picture_formats
@@ -95,6 +96,28 @@ def test_exif_behind_the_pixels_of_a_png_counts(tmp_path: Path) -> None:
 
     assert probe(path) == (WIDTH, HEIGHT)
     assert decode(path).size == (WIDTH, HEIGHT)
+
+
+@pytest.mark.parametrize("kind", ["tEXt", "zTXt", "iTXt"])
+def test_exif_in_a_text_of_a_png_counts(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "text.png"
+    pictures.raw_profile_png(path, kind)
+
+    assert kind.encode() in path.read_bytes()
+    assert probe(path) == (WIDTH, HEIGHT)
+    assert_colours(decode(path), [RED, GREEN, BLUE, WHITE], 6)
+
+
+@pytest.mark.parametrize("comment", ["a holiday", "Raw profile type icc"])
+def test_other_texts_of_a_png_turn_nothing(comment: str, tmp_path: Path) -> None:
+    info = PngInfo()
+    info.add_text(comment, "x")
+    scene().save(tmp_path / "text.png", pnginfo=info)
+
+    data = (tmp_path / "text.png").read_bytes()
+
+    assert not picture_formats.png_has_orientation(data)
+    assert probe(tmp_path / "text.png") == (WIDTH, HEIGHT)
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from simpletuner.memory.offload import attach, side_stream
+from simpletuner.memory.offload import attach, block_inputs, side_stream
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from tests.tools.streaming import BLOCKS, CPU, AdversarialCopier, Trained, assert_equal
 
@@ -179,3 +180,20 @@ def test_block_inputs_are_offloaded_on_a_gpu(streams: bool) -> None:
 
     for _ in range(3):
         assert_equal(offloaded.step(), plain.step())
+
+
+@pytest.mark.parametrize(("on_gpu", "warns"), [(True, False), (False, True)])
+def test_offloading_inputs_in_vain_is_warned_about(
+    on_gpu: bool,
+    warns: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if on_gpu:
+        side = SimpleNamespace(stream=object())
+        monkeypatch.setattr(block_inputs, "SideStream", lambda device: side)
+
+    BlockInputs(CPU)
+
+    warning = "offload_block_inputs saves nothing: the compute device is not a CUDA device."
+    assert caplog.messages == [warning] * warns

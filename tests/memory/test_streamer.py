@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from simpletuner.config.schema import OffloadConfig
 from simpletuner.memory.offload import attach
 from simpletuner.memory.offload.image import plain_tensors
 from simpletuner.memory.offload.streamer import in_backward
@@ -20,6 +21,7 @@ from simpletuner.memory.quantisation import scaled_rows
 from tests.tools.cases import first_of
 from tests.tools.streaming import (
     BLOCKS,
+    CPU,
     AdversarialCopier,
     Trained,
     assert_equal,
@@ -316,3 +318,43 @@ def test_torchs_private_function_detects_the_backward_pass() -> None:
     product.sum().backward()
     assert seen == [True]
     assert not in_backward()
+
+
+NO_STREAM = "group_offload_use_stream has no effect: the compute device is not a CUDA device."
+ONE_GROUP = (
+    f"group_offload_blocks_per_group: 9 is more than the {BLOCKS} blocks that stream; "
+    "they form one group."
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "warnings"),
+    [
+        ({}, []),
+        ({"group_offload_use_stream": True}, [NO_STREAM]),
+        ({"group_offload_blocks_per_group": BLOCKS}, []),
+        ({"group_offload_blocks_per_group": 9}, [ONE_GROUP]),
+    ],
+)
+def test_only_settings_without_effect_are_warned_about(
+    settings: dict[str, Any], warnings: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    attach._warn_once.cache_clear()
+
+    Trained().offloaded(**settings)
+
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == (
+        warnings
+    )
+
+
+def test_offloading_without_blocks_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    trained = Trained()
+    blocks = attach.streamed_blocks(trained.layout.blocks, BLOCKS)
+
+    offload = attach.Offload(OffloadConfig(enable_group_offload=True), CPU)
+
+    assert offload.attach(trained.model, blocks, keeps_saved=False) is None
+    assert caplog.messages == [
+        "group_offload_resident_blocks covers every block: nothing is left to offload."
+    ]

@@ -39,6 +39,7 @@ class Status:
         self.metrics: dict[str, float] = {}
         self.losses: dict[int, dict[str, float]] = {}
         self.stages: dict[str, tuple[str, int, int | None]] = {}
+        self.names: list[str] = []
         self.checkpoints: list[str] = []
         self.media: list[str] = []
         self.lines: list[str] = []
@@ -52,6 +53,7 @@ class Status:
                 self.lines += event.message.splitlines()
             case PhaseStarted():
                 self.stages[event.title] = ("running", 0, event.total)
+                self.names.append(event.stage or event.kind)
             case PhaseAdvanced():
                 self.stages[event.phase.title] = ("running", event.done, event.phase.total)
             case PhaseEnded():
@@ -77,7 +79,13 @@ def evaluation_losses(row: dict[str, Any]) -> dict[str, float]:
 def test_events_alone_show_the_progress_of_a_run(workspace: Workspace) -> None:
     workspace.add_pictures("datasets/held out", 2, seed=9)
     workspace.write_datasets([*DATASETS, EVAL])
-    workspace.write_config(eval_steps_interval=2, eval_timesteps=2, validation_disable=False)
+    workspace.write_config(
+        eval_steps_interval=2,
+        eval_timesteps=2,
+        validation_disable=False,
+        validation_step_interval=2,
+        validation_num_inference_steps=1,
+    )
     status = Status()
 
     train_with_subscribers(workspace, status)
@@ -97,6 +105,16 @@ def test_events_alone_show_the_progress_of_a_run(workspace: Workspace) -> None:
     assert "Loading the transformer" in status.stages
     assert "Evaluating at step 2" in status.stages
     assert "Rendering previews at step 4" in status.stages
+    assert status.names == [
+        "init_vae_cache",
+        "init_load_base_model",
+        "benchmark_base_model",
+        "evaluation",
+        "validation",
+        "evaluation",
+        "final_validation",
+        "save_result",
+    ]
     for title, (state, done, total) in status.stages.items():
         assert state == "completed", title
         assert total is None or done == total, title

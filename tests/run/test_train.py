@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -29,7 +30,7 @@ from tests.tools.hub import repository_of_loras
 from tests.tools.runs import LORA
 from tests.tools.tiny import make_checkpoint
 from tests.tools.tolerances import ELEMENTWISE, assert_close
-from tests.tools.workspace import DATASETS, Workspace
+from tests.tools.workspace import DATASETS, Workspace, read_events
 
 Capture = pytest.CaptureFixture[str]
 QUERY = "visual_transformer_blocks.0.self_attention.to_query"
@@ -39,6 +40,31 @@ SCALED_LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 7, "learning_rate":
 SCALE = 7 / 4
 # Settings with which the weights of a run stay where they start.
 STANDSTILL: dict[str, Any] = {"learning_rate": 1e-12, "lr_end": 0}
+
+
+def test_a_run_names_its_stages_for_programs(finished: Workspace) -> None:
+    events = read_events(finished.path("output/events.jsonl"))
+    ended = [event["stage"] for event in events if event["type"] == "lifecycle.stage"]
+
+    assert [stage["key"] for stage in ended if stage["status"] == "completed"] == [
+        "init_torch",
+        "init_text_embed_cache",
+        "init_vae_cache",
+        "init_load_base_model",
+        "checkpoint_save",
+        "checkpoint_save",
+        "save_result",
+        "training_complete",
+    ]
+
+
+def test_a_plain_run_warns_of_nothing(finished: Workspace) -> None:
+    """Neither in its log nor to those who watch it; libraries may."""
+    log = finished.path("debug.log").read_text(encoding="utf-8")
+    events = read_events(finished.path("output/events.jsonl"))
+
+    assert not re.findall(r"^.* (?:WARNING|ERROR) +simpletuner.*$", log, re.MULTILINE)
+    assert {event["severity"] for event in events} == {"info", "success"}
 
 
 @pytest.mark.slow

@@ -1,12 +1,13 @@
 """Change one line at a time in a copy of the tree, and check that the tests fail.
 
-`./scripts/mutations [--only NAME]...`; the changes are in mutations.toml. The working tree is not
-touched.
+`./scripts/mutations [--only NAME]...` tries the changes of mutations.toml; with `--random COUNT` it
+tries faults that nobody has chosen (random_mutations.py). The working tree is not touched.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -49,7 +50,7 @@ class Mutation:
         old: the text, which occurs once in the room. Its layout does not count, so formatting the
             source breaks no mutation.
         new: the replacement.
-        tests: as given to pytest, below tests/.
+        tests: as given to pytest, from the root.
     """
 
     name: str
@@ -105,17 +106,22 @@ def read_list() -> list[Mutation]:
     mutations = []
     for room, entries in tomllib.loads(LIST.read_text(encoding="utf-8")).items():
         for name, (old, new, *tests) in entries.items():
-            mutations.append(Mutation(name, room, old, new, tuple(tests)))
+            paths = tuple(f"tests/{test}" for test in tests)
+            mutations.append(Mutation(name, room, old, new, paths))
     return mutations
 
 
-def run_tests(tree: Path, tests: Sequence[str], log: Path, *options: str) -> int:
-    """Run tests of a tree; returns pytest's exit code.
+def run_tests(
+    tree: Path, tests: Sequence[str], log: Path, *options: str, plugins: Sequence[object] = ()
+) -> int:
+    """Run tests of a tree, as paths from its root; returns pytest's exit code.
 
-    They run in a fork of this process, which has imported torch already.
+    They run in a fork of this process, which has imported torch already. What is left of the
+    processes that they started is ended.
     """
     child = os.fork()
     if child == 0:
+        os.setsid()
         with log.open("w") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
@@ -124,9 +130,29 @@ def run_tests(tree: Path, tests: Sequence[str], log: Path, *options: str) -> int
         for name in [module for module in sys.modules if module.partition(".")[0] in PARTS]:
             del sys.modules[name]
         signal.alarm(LIMIT_SECONDS)  # ends this process
-        names = [f"tests/{test}" for test in tests]
-        os._exit(pytest.main(["-n", "0", "-q", "-p", "no:cacheprovider", *options, *names]))
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        words = ["-n", "0", "-q", "-p", "no:cacheprovider", *options, *tests]
+        os._exit(pytest.main(words, [*plugins]))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    return code
+
+
+@contextlib.contextmanager
+def planted(path: Path, source: str, number: int) -> Iterator[None]:
+    """Give a file another content for a while.
+
+    Args:
+        number: another one for every content: Python compiles a file again whose time has changed.
+    """
+    original = path.read_text(encoding="utf-8")
+    path.write_text(source, encoding="utf-8")
+    os.utime(path, (number, number))
+    try:
+        yield
+    finally:
+        path.write_text(original, encoding="utf-8")
+        os.utime(path, (0, 0))
 
 
 def judge(
@@ -151,13 +177,8 @@ def judge(
 def run_mutated(mutation: Mutation, tree: Path, log: Path, number: int) -> int:
     """Run the tests of a mutation with it; returns pytest's exit code."""
     path = mutation.find(tree)
-    original = path.read_text(encoding="utf-8")
-    path.write_text(mutation.apply(original), encoding="utf-8")
-    os.utime(path, (number, number))  # Python recompiles a file whose time has changed
-    code = run_tests(tree, mutation.tests, log, "-x")
-    path.write_text(original, encoding="utf-8")
-    os.utime(path, (0, 0))
-    return code
+    with planted(path, mutation.apply(path.read_text(encoding="utf-8")), number):
+        return run_tests(tree, mutation.tests, log, "-x")
 
 
 def main() -> int:
@@ -166,7 +187,38 @@ def main() -> int:
     parser.add_argument(
         "--only", action="append", metavar="NAME", help="judge this mutation (may be repeated)"
     )
-    only = parser.parse_args().only
+    parser.add_argument(
+        "--random", type=int, metavar="COUNT", help="plant this many random faults in the core"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random faults (0)")
+    parser.add_argument(
+        "--in",
+        action="append",
+        dest="parts",
+        metavar="PATH",
+        help="plant them in this file or folder (may be repeated)",
+    )
+    parser.add_argument(
+        "--at",
+        action="append",
+        metavar="FILE:LINE",
+        help="of the drawn faults, judge the one at this place (may be repeated)",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=300, help="for the tests of one random fault (300)"
+    )
+    arguments = parser.parse_args()
+    if arguments.random:
+        from tests.tools import random_mutations
+
+        return random_mutations.main(
+            arguments.random,
+            arguments.seed,
+            arguments.parts or (),
+            arguments.at or (),
+            arguments.seconds,
+        )
+    only = arguments.only
     chosen = [mutation for mutation in read_list() if not only or mutation.name in only]
     import tests.tools.preload  # noqa: F401 - for the forks
 

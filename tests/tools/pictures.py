@@ -24,6 +24,7 @@ GREEN = (30, 180, 40)
 BLUE = (40, 50, 200)
 WHITE = (255, 255, 255)
 ORIENTATION = 0x0112
+RAW_PROFILE = "Raw profile type exif"
 # How to turn an upright picture so that a viewer that honours this EXIF number turns it back.
 TURNED = {
     1: None,
@@ -106,6 +107,26 @@ def late_exif_png(path: Path) -> None:
     without_exif = content[:start] + content[start + 12 + length :]
     end_chunk = without_exif[without_exif.index(b"IEND") - 4 :]
     path.write_bytes(without_exif.removesuffix(end_chunk) + exif_chunk + end_chunk)
+
+
+def raw_profile_png(path: Path, kind: str) -> None:
+    """A PNG turned by EXIF data in a chunk of text, as ImageMagick wrote it.
+
+    Args:
+        kind: of the chunk: `tEXt`, `zTXt` or `iTXt`.
+    """
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    data = exif.tobytes()
+    text = f"\nexif\n{len(data):8}\n{data.hex()}\n"
+    info = PngImagePlugin.PngInfo()
+    if kind == "iTXt":
+        info.add_itxt(RAW_PROFILE, text)
+    else:
+        info.add_text(RAW_PROFILE, text, zip=kind == "zTXt")
+    turn = TURNED[6]
+    assert turn is not None
+    scene().transpose(turn).save(path, pnginfo=info)
 
 
 def _alpha() -> Image.Image:
