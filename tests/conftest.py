@@ -203,6 +203,28 @@ def _no_power_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
+# Rooms whose tests say where the program warns.
+WATCHED = frozenset(
+    {"caching", "encoding", "memory", "run", "techniques", "training", "validation"}
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_other_warnings(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail if the program warns where no test expects it: a warning said in vain is a defect.
+
+    Tests that warn on purpose read what is said, or are marked `warns`.
+    """
+    from tests.tools.warnings import our_warnings
+
+    reads = {"caplog", "capsys", "capfd"} & set(request.fixturenames)
+    is_watched = request.path.parent.name in WATCHED
+    with our_warnings() as warnings:
+        yield
+    if is_watched and not reads and request.node.get_closest_marker("warns") is None:
+        assert warnings == []
+
+
 def make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let plans depend on their settings and not on the machine that runs the tests."""
     monkeypatch.setattr("simpletuner.budget.device.host_memory", lambda: 1e12)

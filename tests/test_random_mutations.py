@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools import random_mutations
+from tests.tools import belonging, random_mutations
 from tests.tools.belonging import Suite
 from tests.tools.faults import (
     OPERATORS,
@@ -121,27 +121,45 @@ def test_faults_are_planted_in_the_core() -> None:
     assert not rooms & {*ROOMS_OUTSIDE}
 
 
-def test_tests_of_the_room_the_importers_and_the_name_belong_to_a_fault(tmp_path: Path) -> None:
+def test_tests_of_the_room_the_importers_and_the_words_belong_to_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = {
         PART: LIMIT,
         "simpletuner/other/user.py": "from simpletuner.room.part import limited",
         "simpletuner/far/away.py": "",
-        "tests/room/test_part.py": "from simpletuner.room.part import limited",
-        "tests/room/test_more.py": "",
-        "tests/other/test_user.py": "from simpletuner.other.user import limited",
-        "tests/far/test_away.py": "",
-        "tests/far/test_name.py": "def test_most_is_ROOM_FOR_ALL(): ...",
-        "tests/docs/test_docs.py": "from simpletuner.room.part import limited",
+        "tests/room/test_part.py": """
+            from simpletuner.room.part import limited
+
+            def test_others(): ...
+
+            @pytest.mark.slow(30)
+            def test_a_whole_run_is_limited(): ...
+
+            class TestLimit:
+                def test_more_than_MOST_is_limited(self): ...
+        """,
+        "tests/room/test_more.py": "def test_more(): ...",
+        "tests/other/test_user.py": "def test_user(): ...",
+        "tests/far/test_away.py": "def test_away(): ...",
+        "tests/far/test_words.py": "def test_limited_while_x_is_MOST(): ...",
+        "tests/docs/test_docs.py": "def test_limited_MOST(): ...",
     }
     write(tmp_path, files)
-    fault = Fault(PART, 1, "number", 0, 1, "4", ("ROOM_FOR_ALL",))
+    monkeypatch.setattr(belonging, "CLOSEST", 2)
+    fault = Fault(PART, 2, "number", 8, 9, "4", ("MOST",))
 
-    tiers = Suite(tmp_path).tiers(fault)
+    names = [test.name for test in Suite(tmp_path).belonging(fault, 60)]
 
-    assert tiers == [
-        ["tests/room/test_part.py"],
-        ["tests/room/test_more.py", "tests/other/test_user.py"],
+    assert names == [
+        "tests/room/test_part.py::TestLimit::test_more_than_MOST_is_limited",
+        "tests/far/test_words.py::test_limited_while_x_is_MOST",
+        "tests/room/test_part.py::test_others",
+        "tests/other/test_user.py::test_user",
+        "tests/room/test_more.py::test_more",
+        "tests/room/test_part.py::test_a_whole_run_is_limited",
     ]
+    assert [test.name for test in Suite(tmp_path).belonging(fault, 0.5)] == names[:1]
 
 
 def test_only_what_tests_look_at_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

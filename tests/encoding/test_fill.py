@@ -165,6 +165,7 @@ def test_a_file_that_does_not_decode_is_left_out_and_kept(
     assert "its pixels are damaged" in report
 
 
+@pytest.mark.warns
 def test_quarantine_moves_files_that_do_not_decode(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

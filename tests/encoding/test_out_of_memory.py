@@ -224,6 +224,7 @@ def test_a_picture_that_does_not_fit_while_it_is_decoded_stops_the_run_with_advi
     assert "not enough memory to decode it; lower max_workers" in capsys.readouterr().err
 
 
+@pytest.mark.warns
 def test_an_item_that_does_not_fit_alone_is_named_with_advice() -> None:
     def fail(items: Sequence[str]) -> list[str]:
         raise MemoryError

@@ -17,6 +17,8 @@ from simpletuner.errors import Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from tests.tools import pictures
 
+pytestmark = pytest.mark.warns  # of the files that it moves
+
 
 def make_dataset(root: Path, **switches: bool) -> Dataset:
     """A dataset with good, small and damaged pictures; the caption of one belongs to another."""

@@ -16,6 +16,9 @@ from simpletuner.memory.offload.block_inputs import BlockInputs
 from tests.tools.streaming import BLOCKS, CPU, AdversarialCopier, Trained, assert_equal
 
 
+pytestmark = pytest.mark.warns  # on a CPU, they save nothing
+
+
 class Counting(BlockInputs):
     """Counts copies to the host and back."""
 

@@ -349,6 +349,7 @@ def test_only_new_pictures_and_captions_are_encoded(trained: Workspace, capsys: 
     assert "Encoding captions: 2 captions" in output
 
 
+@pytest.mark.warns
 def test_a_damaged_cache_entry_is_encoded_again(trained: Workspace) -> None:
     losses = [row["train_loss"] for row in trained.metrics()]
     entries = list(trained.path("output/cache/vae").rglob("*.safetensors.zst"))

@@ -154,6 +154,7 @@ def test_every_optimizer_trains_the_modules_group(deep: Path, batch: Batch, opti
     assert all(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
+@pytest.mark.warns
 @pytest.mark.parametrize(
     "settings",
     [

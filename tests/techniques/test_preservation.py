@@ -116,6 +116,7 @@ def test_the_gradient_equals_the_hand_computed_one(
     assert distance(gradients(moved(deep), batch), expected) > 0.1, "it changes the gradient"
 
 
+@pytest.mark.warns
 @pytest.mark.parametrize(
     "settings",
     [

@@ -233,6 +233,7 @@ def gradients_of(checkpoint: Path, batch: Batch, **settings: Any) -> dict[str, T
     }
 
 
+@pytest.mark.warns
 @pytest.mark.parametrize(
     "settings",
     [

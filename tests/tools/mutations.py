@@ -205,7 +205,7 @@ def main() -> int:
         help="of the drawn faults, judge the one at this place (may be repeated)",
     )
     parser.add_argument(
-        "--seconds", type=float, default=300, help="for the tests of one random fault (300)"
+        "--seconds", type=float, default=90, help="for the tests of one random fault (90)"
     )
     arguments = parser.parse_args()
     if arguments.random:

@@ -18,18 +18,21 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
-from tests.tools.belonging import Suite
+from tests.tools.belonging import Suite, TestFunction
 from tests.tools.faults import Fault, draw, files_of_the_core, why_equivalent
 from tests.tools.mutations import PASSED, ROOT, planted, run_tests
 
 PROCESSES = 2
 BROKEN = "broken"
+NOTHING_RAN = int(pytest.ExitCode.NO_TESTS_COLLECTED)  # such as GPU tests
 BAR = 15  # per cent that may survive
+FIRST = 25  # tests that run before the others
+SLOWNESS = 4  # of a busy machine
 HANGS_AFTER = 120.0  # seconds of a test that is not marked slow
 MOST_BYTES = 10 * 2**30  # that a process may allocate: a fault in a size must not fill the machine
 
@@ -56,15 +59,16 @@ class Verdict:
 
 @dataclass(eq=False)  # pytest hashes plugins
 class Watch:
-    """A plugin of pytest that orders the tests, stops in time, and writes what happens.
+    """A plugin of pytest that runs chosen tests in their order, and writes what happens.
 
     Attributes:
-        note: the file that tells the test that runs, and what is known at the end.
-        tiers: files of tests; in each tier, quick tests run before slow ones.
+        note: the file that tells the test that runs, and how many have run.
+        chosen: names of tests without their cases.
+        until: the time after which no test is started.
     """
 
     note: Path
-    tiers: Sequence[Sequence[str]]
+    chosen: Sequence[str]
     until: float
     told: dict[str, object] = field(default_factory=dict)
     tests: int = 0
@@ -75,16 +79,10 @@ class Watch:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        ranks = {}
-        for tier, files in enumerate(self.tiers):
-            for number, file in enumerate(files):
-                ranks[file] = (tier, number)
-
-        def order(item: pytest.Item) -> tuple[int, bool, int]:
-            tier, number = ranks[item.nodeid.partition("::")[0]]
-            return tier, seconds_of(item) > 0, number
-
-        items.sort(key=order)
+        ranks = {name: number for number, name in enumerate(self.chosen)}
+        names = {item: item.nodeid.partition("[")[0] for item in items}
+        items[:] = [item for item in items if names[item] in ranks]
+        items.sort(key=lambda item: ranks[names[item]])
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.write(running=nodeid)
@@ -112,39 +110,47 @@ def seconds_of(item: pytest.Item) -> float:
     return float((*marker.args, 2.0)[0]) if marker else 0.0
 
 
-def judge(fault: Fault, tree: Path, number: int, tests: Suite, seconds: float) -> Verdict:
+def judge(fault: Fault, tree: Path, number: int, suite: Suite, seconds: float) -> Verdict:
     """Plant a fault in a tree, and run its tests.
 
     Args:
         number: another one for every fault, so that Python compiles the file again.
-        seconds: after which no further test is started.
+        seconds: about how long its tests take on a machine that does nothing else.
     """
     start = time.monotonic()
-    tiers = tests.tiers(fault)
-    files = [file for tier in tiers for file in tier]
-    if not files:
+    tests = suite.belonging(fault, seconds)
+    if not tests:
         return Verdict(fault)
+    until = start + SLOWNESS * seconds
+    source = (tree / fault.path).read_text(encoding="utf-8")
+    verdict = Verdict(fault)
+    with planted(tree / fault.path, fault.apply(source), number):
+        # Most faults are noticed by the first tests, and the files of the others need not be read.
+        for part in filter(None, (tests[:FIRST], tests[FIRST:])):
+            verdict = ask(part, fault, tree, until, verdict.tests)
+            if verdict.killer or verdict.how or verdict.is_cut:
+                break
+    return replace(verdict, seconds=time.monotonic() - start)
+
+
+def ask(
+    tests: Sequence[TestFunction], fault: Fault, tree: Path, until: float, before: int
+) -> Verdict:
+    """What some tests say of a fault that is planted; `before` tests have said nothing."""
     note = tree.with_suffix(".json")
     note.write_text("{}")
-    source = (tree / fault.path).read_text(encoding="utf-8")
-    with planted(tree / fault.path, fault.apply(source), number):
-        watch = Watch(note, tiers, start + seconds)
-        code = run_tests(tree, files, tree.with_suffix(".log"), "-x", plugins=[watch])
+    watch = Watch(note, [test.name for test in tests], until)
+    files = [*dict.fromkeys(test.file.path.as_posix() for test in tests)]
+    code = run_tests(tree, files, tree.with_suffix(".log"), "-x", plugins=[watch])
     told = json.loads(note.read_text())
     killer, how = killer_of(code, told)
-    return Verdict(
-        fault,
-        killer=killer,
-        how=how,
-        tests=told.get("tests", 0),
-        is_cut=bool(told.get("is_cut")),
-        seconds=time.monotonic() - start,
-    )
+    count = before + told.get("tests", 0)
+    return Verdict(fault, killer, how, count, is_cut=bool(told.get("is_cut")))
 
 
 def killer_of(code: int, told: dict[str, str]) -> tuple[str, str]:
     """The test that noticed a fault, and how, from pytest's exit code and the notes of `Watch`."""
-    if code == PASSED or (told.get("is_cut") and not told.get("failed")):
+    if code in (PASSED, NOTHING_RAN) or (told.get("is_cut") and not told.get("failed")):
         return "", ""
     if told.get("failed"):
         return told["failed"], "failed"
@@ -156,7 +162,7 @@ def killer_of(code: int, told: dict[str, str]) -> tuple[str, str]:
 
 
 def judge_all(
-    faults: Sequence[Fault], folder: Path, tests: Suite, seconds: float
+    faults: Sequence[Fault], folder: Path, suite: Suite, seconds: float
 ) -> Iterator[Verdict]:
     """Yield verdicts as they come, of two faults at the same time, each in a copy of the tree."""
     trees = [copy_tree(folder / f"tree{number}") for number in range(PROCESSES)]
@@ -167,7 +173,7 @@ def judge_all(
             number, fault = waiting.popleft()
             tree = trees.pop()
             answer = folder / f"{number}.json"
-            running[start_judging(fault, tree, number, tests, seconds, answer)] = (
+            running[start_judging(fault, tree, number, suite, seconds, answer)] = (
                 tree,
                 answer,
                 fault,
@@ -181,7 +187,7 @@ def judge_all(
 
 
 def start_judging(
-    fault: Fault, tree: Path, number: int, tests: Suite, seconds: float, answer: Path
+    fault: Fault, tree: Path, number: int, suite: Suite, seconds: float, answer: Path
 ) -> int:
     """Judge a fault in a fork, which writes its verdict to a file; returns its process ID."""
     process = os.fork()
@@ -192,7 +198,7 @@ def start_judging(
         scratch = tree.with_suffix(".tmp")
         scratch.mkdir(exist_ok=True)
         os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)
-        verdict = dict(vars(judge(fault, tree, number, tests, seconds)))
+        verdict = dict(vars(judge(fault, tree, number, suite, seconds)))
         del verdict["fault"]
         answer.write_text(json.dumps(verdict))
     finally:

@@ -304,6 +304,7 @@ def test_offload_and_checkpointing_change_nothing(
     assert all(torch.equal(one, gradients[1][name]) for name, one in gradients[0].items())
 
 
+@pytest.mark.warns
 @pytest.mark.parametrize("kind", ["lokr", "lycoris lokr"])
 def test_a_quantised_base_is_published_as_a_lora(
     t2i_checkpoint: Path, tmp_path: Path, kind: str

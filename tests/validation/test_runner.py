@@ -40,6 +40,7 @@ class Pipeline:
         return [Image.new("RGB", (request.width, request.height))]
 
 
+@pytest.mark.warns
 @pytest.mark.parametrize("rehearsed", [False, True])
 def test_release_drops_the_vae_before_emptying_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rehearsed: bool
