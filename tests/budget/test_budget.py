@@ -217,6 +217,20 @@ def test_weights_offloaded_to_disk_need_disk_space_instead_of_memory(
     assert host(in_memory) - host(on_disk) == pytest.approx(24.0, abs=0.1), "blocks of float32"
 
 
+@pytest.mark.parametrize(("compressed", "ratio"), [(True, 0.8), (False, 1.0)])
+def test_the_disk_space_of_latents_follows_from_their_numbers(
+    workspace: Workspace, capsys: Capture, compressed: bool, ratio: float
+) -> None:
+    workspace.write_datasets([{**DATASETS[0], "compress_cache": compressed}, DATASETS[1]])
+
+    assert workspace.run("plan", "--json") == 0
+
+    written = json.loads(capsys.readouterr().out)["disk"]
+    (latents,) = [writing for writing in written if writing["what"] == "latents"]
+    positions = 4 * 8 * 8 + 4 * 10 * 6  # squares and wide pictures of the same area
+    assert latents["bytes"] == pytest.approx(16 * 4 * positions * ratio)  # 16 channels of float32
+
+
 @pytest.mark.parametrize(("crop_style", "grows"), [("random", True), ("center", False)])
 def test_random_crops_of_every_epoch_need_disk_space(
     workspace: Workspace, capsys: Capture, crop_style: str, grows: bool

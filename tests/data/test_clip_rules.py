@@ -15,7 +15,7 @@ from simpletuner.config.schema import DatasetDefaults
 from simpletuner.data import file_index
 from simpletuner.data.build import build_datasets
 from simpletuner.data.clips import ClipFacts, ClipRules, build_clip_rules, fitting_frames
-from simpletuner.data.dataset import Dataset
+from simpletuner.data.dataset import Dataset, DatasetFile
 from simpletuner.data.entries import DataContext
 from simpletuner.data.files import LeftOutError
 from simpletuner.data.sample import Sample
@@ -611,3 +611,18 @@ def test_the_ledger_notes_guessed_colours_and_a_key_overrides_them(
 
     assert [sample.clip and sample.clip.matrix for sample in dataset.samples] == [matrix, None]
     assert [line.note for line in dataset.ledger()] == [note, ""]
+
+
+def test_the_length_of_a_clip_is_that_of_its_trained_frames(
+    context: DataContext, tmp_path: Path
+) -> None:
+    root = films(tmp_path / "films", [9, 17, 48])
+
+    fixed, _ = build(context, root, {"num_frames": 17})
+    own, _ = build(context, root, {"bucket_strategy": "resolution_frames", "frame_interval": 4})
+
+    def seconds(dataset: Dataset) -> list[float | None]:
+        return [DatasetFile(dataset, f"film_{length:03}.mp4").seconds for length in (9, 17, 48)]
+
+    assert seconds(fixed) == pytest.approx([9 / 24, 17 / 24, 17 / 24], abs=0.01)
+    assert seconds(own) == pytest.approx([9 / 24, 17 / 24, 48 / 24], abs=0.01)

@@ -171,11 +171,17 @@ def test_quantized_matmul_needs_a_capable_gpu(
     assert workspace.run("plan", "base_model_precision=int8") == 0
 
 
+@pytest.mark.parametrize("precision", ["int8-quanto", "bf16"])
 def test_precision_of_a_missing_second_encoder_is_a_warning(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str], sana_checkpoint: Any
+    workspace: Workspace,
+    capsys: pytest.CaptureFixture[str],
+    sana_checkpoint: Any,
+    precision: str,
 ) -> None:
-    workspace.write_config(text_encoder_2_precision="int8-quanto")
+    same = {"text_encoder_1_precision": "bf16"} if precision == "bf16" else {}
+    workspace.write_config(text_encoder_2_precision=precision, **same)
     assert warnings(workspace, capsys) == ""
+    workspace.write_config(text_encoder_1_precision="no_change")
     settings = {"model_family": "sanavideo", "model_flavour": None, "validation_resolution": None}
     workspace.write_config(pretrained_model_name_or_path=str(sana_checkpoint), **settings)
     printed = warnings(workspace, capsys)

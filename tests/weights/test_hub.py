@@ -23,7 +23,7 @@ from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
 from simpletuner.planning.checks import check_weights
 from simpletuner.weights.hub import ask_hub, best_selection
-from simpletuner.weights.part import Part
+from simpletuner.weights.part import Part, folder_fault
 from tests.tools.hub import FakeHub, Repository, used_hub
 from tests.tools.reports import found_by
 from tests.tools.tiny import make_checkpoint
@@ -356,3 +356,21 @@ class TestWholeModels:
         problems = found_by(check_weights, KANDINSKY5_IMAGE, KANDINSKY5_IMAGE.flavours[0], source)
 
         assert problems == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "scheduler_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "vocab.json",
+        "preprocessor_config.json",
+    ],
+)
+def test_a_part_without_weights_is_there_if_one_of_its_files_is(name: str, tmp_path: Path) -> None:
+    assert folder_fault(tmp_path) == "it is not there"
+
+    (tmp_path / name).write_text("{}")
+
+    assert folder_fault(tmp_path) is None
