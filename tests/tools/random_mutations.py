@@ -195,14 +195,12 @@ def start_judging(
         return process
     try:
         resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
-        scratch = tree.with_suffix(".tmp")
-        scratch.mkdir(exist_ok=True)
-        os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)
         verdict = dict(vars(judge(fault, tree, number, suite, seconds)))
         del verdict["fault"]
         answer.write_text(json.dumps(verdict))
+    except BaseException:  # noqa: BLE001 - a fork may not return
+        traceback.print_exc()
     finally:
-        traceback.print_exc()  # of an error, after which there is no answer
         os._exit(0)
 
 
@@ -250,8 +248,10 @@ def main(count: int, seed: int, parts: Sequence[str], places: Sequence[str], sec
     verdicts = []
     import tests.tools.preload  # noqa: F401 - for the forks
 
-    with tempfile.TemporaryDirectory(prefix="mutations-") as name:
+    # A short name, since tests put sockets below it.
+    with tempfile.TemporaryDirectory(prefix="m-") as name:
         folder = Path(name)
+        os.environ["TMPDIR"] = tempfile.tempdir = name  # for what faults leave behind
         for verdict in judge_all(counted, folder, Suite(ROOT), seconds):
             print(line_of(verdict), flush=True)
             verdicts.append(verdict)
