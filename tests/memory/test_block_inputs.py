@@ -15,7 +15,6 @@ from simpletuner.memory.offload import attach, block_inputs, side_stream
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from tests.tools.streaming import BLOCKS, CPU, AdversarialCopier, Trained, assert_equal
 
-
 pytestmark = pytest.mark.warns  # on a CPU, they save nothing
 
 
