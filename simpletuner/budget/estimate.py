@@ -398,10 +398,11 @@ class StepModel(ModelStates):
         keeps = keeps_attention(self.config.speed)
         saved = []
         attention = []
-        for block, is_checkpointed in zip(self.activations(load), self.checkpointed, strict=True):
-            if not is_checkpointed:
+        blocks = zip(self.activations(load), self.reached, self.checkpointed, strict=True)
+        for block, is_reached, is_checkpointed in blocks:
+            if is_reached and not is_checkpointed:
                 saved.append(block.saved + block.held)
-            elif keeps:
+            elif is_reached and keeps:
                 attention.append(block.attention)
         return sum(inputs) + sum(saved) + sum(attention)
 
@@ -447,16 +448,21 @@ class StepModel(ModelStates):
         shares[0] = replace(shares[0], held=blocks[0].held)
         return shares
 
+    @cached_property
+    def reached(self) -> list[bool]:
+        """Whether the backward pass reaches each large block; it keeps nothing of the others."""
+        return self.cost.reached(self.adapters)
+
     @property
     def checkpointed(self) -> list[bool]:
-        """Whether each large block is checkpointed."""
+        """Whether each large block is checkpointed, which those without gradients are not."""
         count = len(self.cost.blocks)
         precision = self.config.precision
         is_checkpointed = checkpointed_blocks(
             count, precision.checkpoint_interval, precision.gradient_checkpointing_kept_blocks
         )
-        # Small blocks, of the text, come first.
-        return is_checkpointed[count - self.cost.large :]
+        large = is_checkpointed[self.cost.small :]
+        return [all(pair) for pair in zip(large, self.reached, strict=True)]
 
     def inputs_on_host_bytes(self, load: BatchShape) -> float:
         """Bytes of block inputs in host memory at the end of the forward pass."""
@@ -558,15 +564,14 @@ class Step:
         passes = 1 + added.passes
         computing = self._kernel_seconds(executed, traffic)
         # Recomputed blocks launch the operations of their forward pass once more.
-        launches_of_a_pass = self._launch_seconds * (1 + self._recomputed / FORWARDS_OF_A_STEP)
+        forwards = 1 + (FORWARDS_OF_A_STEP - 1) * self._reached + self._recomputed
+        launches_of_a_pass = self._launch_seconds * forwards / FORWARDS_OF_A_STEP
         launching = (
             launches_of_a_pass * passes
             + self._eager_launch_seconds * added.forwards / FORWARDS_OF_A_STEP
         )
         busy = self._busy_seconds(computing, launching)
-        # A block is copied for the forward pass and again for the backward pass, in which it is
-        # also recomputed.
-        copying = self._copy_seconds(2 * passes + added.forwards)
+        copying = self._copy_seconds(passes + added.forwards, backwards=passes)
         if model.config.offload.group_offload_use_stream:
             seconds = max(busy, copying)  # the shorter is hidden behind the longer
         else:
@@ -604,7 +609,7 @@ class Step:
         sent = tensor / sequence * (sequence - 1) / sequence
         # Forward, backward, and once more the forward pass of recomputed blocks. Techniques add
         # whole passes.
-        passes = (2 + self._recomputed) * (1 + model.added(load).passes)
+        passes = (1 + self._reached + self._recomputed) * (1 + model.added(load).passes)
         return EXCHANGES * passes * model.cost.large * sent
 
     @property
@@ -638,7 +643,14 @@ class Step:
         executed = forward + backward + again + scores
 
         activations = model.cost.activations_by_block(load, BYTES[model.dtype], model.adapters)
-        traffic = sum(block.forward * (1 + recomputed) + block.backward for block in activations)
+        traffic = 0.0
+        states = zip(activations, model.reached, model.checkpointed, strict=True)
+        for block, is_reached, is_checkpointed in states:
+            traffic += block.forward
+            if is_reached:
+                traffic += block.backward
+            if is_checkpointed:
+                traffic += block.forward
         share = 1 / model.config.launch.sequence_parallel_size
         return PassCost(
             flops=share * (forward.total + backward.total),
@@ -659,17 +671,27 @@ class Step:
         """Share of large blocks that are recomputed."""
         return sum(self.model.checkpointed) / max(self.model.cost.large, 1)
 
+    @property
+    def _reached(self) -> float:
+        """Share of large blocks that the backward pass reaches."""
+        return sum(self.model.reached) / max(self.model.cost.large, 1)
+
     def _busy_seconds(self, computing: float, launching: float) -> float:
         """Seconds of kernels and launches combined: overlapped on a GPU, in turn on a CPU."""
         return max(computing, launching) if self.device.is_gpu else computing + launching
 
-    def _copy_seconds(self, passes: float) -> float:
-        """Seconds of copying streamed blocks in a number of passes."""
+    def _copy_seconds(self, forwards: float, *, backwards: float) -> float:
+        """Seconds of copying streamed blocks in forward and backward passes.
+
+        A backward pass, in which blocks are also recomputed, copies those that it reaches.
+        """
         model = self.model
         # The next pass runs the other way: the blocks that are in the slots by then stay there.
         reused = SLOTS * model.config.offload.group_offload_blocks_per_group
-        copied = max(model.streamed_blocks - reused, 0)
-        return passes * copied * sum(model.blocks) / len(model.blocks) / self.device.rates.transfer
+        copied = 0.0
+        for share, passes in ((1.0, forwards), (self._reached, backwards)):
+            copied += passes * max(share * model.streamed_blocks - reused, 0)
+        return copied * sum(model.blocks) / len(model.blocks) / self.device.rates.transfer
 
     def _kernel_seconds(self, work: Work, traffic: float) -> float:
         """Seconds of matmuls, attention and elementwise operations, one after the other."""

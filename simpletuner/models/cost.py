@@ -277,6 +277,11 @@ class Weights:
         large_group = f"{self.table.groups[-1]}."
         return len([prefix for prefix in self.blocks if prefix.startswith(large_group)])
 
+    @property
+    def small(self) -> int:
+        """Number of small blocks, which come first."""
+        return len(self.blocks) - self.large
+
     @cached_property
     def _by_block(self) -> dict[str, list[str]]:
         """Parameter names by block prefix; parameters outside the blocks have an empty prefix."""
@@ -324,13 +329,47 @@ class Weights:
         return any(part in name.split(".") for part in self.table.float32)
 
     @remembered
-    def needs_no_gradient(self, module: str, full: bool) -> bool:
-        """Whether the input of a module needs no gradient, because no trained weight precedes it.
+    def first_reached(self, adapters: Adapters) -> int:
+        """The number of blocks before the first one that the backward pass reaches.
+
+        That is the first block with an adapter. An adapter outside the blocks counts as one before
+        them, and a full fine-tune reaches all.
+        """
+        reached = len(self.blocks)
+        for module in adapters.modules:
+            block = ".".join(module.split(".")[:2]) + "."
+            index = self.blocks.index(block) if block in self.blocks else 0
+            reached = min(reached, index)
+        return reached if adapters.modules else 0
+
+    @remembered
+    def reached(self, adapters: Adapters) -> list[bool]:
+        """Whether the backward pass reaches each large block."""
+        first = self.first_reached(adapters) - self.small
+        return [index >= first for index in range(self.large)]
+
+    @remembered
+    def needs_no_gradient(self, layer: Layer, adapters: Adapters, full: bool) -> bool:
+        """Whether the input of a layer needs no gradient, because no trained weight precedes it.
 
         In a full fine-tune, that is so only for embeddings.
         """
         names = self.table.no_gradient["full" if full else "lora"]
-        return module in names or numbered(module, self.table.groups) in names
+        if not layer.block:
+            return layer.name in names
+        first = self.first_reached(adapters)
+        index = self.blocks.index(layer.block)
+        is_large = index >= self.small
+        # Large blocks read the text, whose gradient only the small blocks need.
+        if is_large and layer.axis == "text" and first >= self.small > 0:
+            return True
+        path = layer.name.removeprefix(layer.block)
+        group = layer.block.split(".")[0]
+        first_of_group = max(first, self.small) if is_large else first
+        alike = [f"{group}.#.{path}"]
+        if index == first_of_group:
+            alike.append(f"{group}.0.{path}")
+        return any(name in names for name in alike)
 
     @remembered
     def block_bytes(self, dtype: str, *, quantised: float) -> list[float]:
@@ -568,10 +607,11 @@ class TransformerCost(Weights):
                 sizes.append(positions * max(layer.shape))
         return max(sizes)
 
-    def attention(self, batch: BatchShape) -> Work:
-        """FLOPs of all attentions in a forward pass."""
-        small = self._attention("small", batch).times(len(self.blocks) - self.large)
-        large = (self._attention("large", part) for part in batch.in_blocks(self.large))
+    def attention(self, batch: BatchShape, first: int = 0) -> Work:
+        """FLOPs of the attentions in a forward pass, of the blocks from the `first` on."""
+        small = self._attention("small", batch).times(max(self.small - first, 0))
+        shapes = batch.in_blocks(self.large)[max(first - self.small, 0) :]
+        large = (self._attention("large", part) for part in shapes)
         return sum(large, small).times(batch.samples)
 
     def _attention(self, block: str, batch: BatchShape) -> Work:
@@ -616,14 +656,18 @@ class TransformerCost(Weights):
 
     @remembered
     def backward(self, batch: BatchShape, adapters: Adapters, *, full: bool) -> Work:
-        """FLOPs of a backward pass without recomputation.
+        """FLOPs of a backward pass without recomputation, down to the first block with an adapter.
 
         A frozen layer costs as much as its forward pass, for the gradient of its input; a trained
         one twice that.
         """
+        first = self.first_reached(adapters)
+        without = set(self.blocks[:first])
         linear = 0.0
         for layer, positions in self._positions(batch):
-            flows_on = not self.needs_no_gradient(layer.name, full)
+            if layer.block in without:
+                continue
+            flows_on = not self.needs_no_gradient(layer, adapters, full)
             products = 0
             if flows_on:
                 products += 1  # gradient of the input
@@ -635,7 +679,7 @@ class TransformerCost(Weights):
             down, up = layer.factors(positions, adapters)
             down_products = 2 if flows_on else 1
             linear += down * down_products + up * 2
-        return Work(linear) + self.attention(batch).times(ATTENTION_BACKWARD)
+        return Work(linear) + self.attention(batch, first).times(ATTENTION_BACKWARD)
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,37 @@ PEAKS: list[tuple[str, FamilyCost, str, list[str], BatchShape, float, float, flo
 ]
 
 
+def late(cost: TransformerCost) -> StepModel:
+    """A LoRA on the late half of the 32 visual blocks of Lite."""
+    return lora(
+        cost, [f"visual_transformer_blocks.{n}.self_attention.to_query" for n in range(16, 32)]
+    )
+
+
+def test_blocks_below_the_first_trained_one_keep_and_compute_no_gradient() -> None:
+    cost = VIDEO_COST.of_flavour("t2v-lite-sft-5s", attention_type="regular")
+    load = BatchShape(1, 16, 32, 48, 256)
+    steps = [Step(model, load, H100) for model in (lora(cost, KANDINSKY), late(cost))]
+    whole, half = steps
+
+    assert half.memory.inputs == pytest.approx(whole.memory.inputs / 2)
+    assert sum(half.model.checkpointed) == 16
+    # Forward 1, backward 2 and recomputation 1 of all blocks; the last two of half of them.
+    assert half.cost.executed.total == pytest.approx(whole.cost.executed.total * 2 / 3, rel=0.1)
+    assert half.cost.seconds < 0.7 * whole.cost.seconds
+
+
+def test_streamed_blocks_below_the_first_trained_one_are_copied_once() -> None:
+    cost = VIDEO_COST.of_flavour("t2v-lite-sft-5s", attention_type="regular")
+    load = BatchShape(1, 1, 4, 4, 16)
+    whole, half = (
+        Step(under(model, enable_group_offload=True), load, H100).cost.copying
+        for model in (lora(cost, KANDINSKY), late(cost))
+    )
+
+    assert half / whole == pytest.approx((32 + 15) / (32 + 32))
+
+
 @pytest.mark.parametrize(
     ("family", "flavour", "targets", "load", "resident", "streamed", "on_host"),
     [row[1:] for row in PEAKS],

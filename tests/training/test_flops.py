@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import variants
 from benchmarks.models import SHAPES, hollow_transformer, lora_targets
 from benchmarks.variants import Variant
 from simpletuner.config.techniques.tread import Route
@@ -53,6 +54,44 @@ def test_counted_flops_equal_those_of_torchs_counter(size: str, routes: list[Rou
 
     assert message.total == pytest.approx(meter.get_total_flops(), rel=1e-6)
     assert batch_work(batch, assembly.adapter.spec, assembly.sample_flops) == message
+
+
+KANDINSKY = FAMILIES["kandinsky5-image"].lora_presets
+SANA = FAMILIES["sanavideo"].lora_presets
+
+
+@pytest.mark.parametrize(
+    ("size", "targets", "unread"),
+    [
+        ("tiny", KANDINSKY["all-linear"], 0),
+        ("tiny", KANDINSKY["slider"], 2),
+        ("tiny", r"visual_transformer_blocks\.1\.self_attention\.to_(query|key|value)", 1),
+        ("tiny-sana", SANA["all-linear"], 0),
+        ("tiny-sana", SANA["slider"], 2),
+        ("tiny-sana", r"transformer_blocks\.1\.attn1\.to_[qkv]", 1),
+    ],
+)
+def test_flops_below_the_first_trained_block_are_not_counted(
+    size: str, targets: str, unread: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`unread`: blocks in which no gradient of the text's keys and values is read.
+
+    Plain products leave these two gradients out; the kernels of a GPU compute them.
+    """
+    monkeypatch.setattr(variants, "lora_targets", lambda size: targets)
+    settings = {"gradient_checkpointing": False, "speed": "reference"}
+    variant = Variant(size, "cpu", settings)
+    assembly = variant.assembly
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as meter:
+        step.run_micro_step(assembly, variant.loader.batch, 0, 0, Losses())
+
+    tokens = SHAPES[size].tokens
+    text = SHAPES[size].caption
+    width = assembly.adapter.block_layout(assembly.transformer).width
+    left_out = unread * 2 * (2 * tokens * text * width)
+    assert assembly.sample_flops is not None
+    counted = assembly.sample_flops(tokens, text).total
+    assert counted == pytest.approx(meter.get_total_flops() + left_out, rel=1e-6)
 
 
 @pytest.mark.parametrize(
