@@ -348,6 +348,8 @@ class Phases:
         transformer = self.model.frozen_bytes
         sampling = transformer + self.model.sampling_bytes(largest)
         decoding = vae_weights + self._decoding_bytes()
+        if validation.validation_decode_in_background:  # while the next preview is sampled
+            return sampling + decoding
         if self.config.offload.enable_model_cpu_offload:  # the VAE and the transformer take turns
             return max(sampling, decoding)
         return max(sampling + vae_weights, decoding + transformer)

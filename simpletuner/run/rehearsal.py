@@ -1,10 +1,14 @@
 """Rehearses the memory peaks of a run before step 1, to run out of memory at once or not at all.
 
 The peaks are a micro-step of the largest bucket, forward and backward, and a preview with two
-sampling steps. Weights are not updated and random states are restored, so a run is bit-identical
-with or without a rehearsal. The optimizer state allocated in step 1 is added to the measurement
-instead of rehearsed: undoing an update would need a second copy of weights and state, and
-`optimizer_release_gradients` updates during the backward pass.
+sampling steps. A preview that is decoded in the background may meet the peak of a step, in another
+stream, whose memory the allocator keeps apart. Whether the two meet is chance, so the peak of the
+step is held as one block while the preview is decoded.
+
+Weights are not updated and random states are restored, so a run is bit-identical with or without a
+rehearsal. The optimizer state allocated in step 1 is added to the measurement instead of rehearsed:
+undoing an update would need a second copy of weights and state, and `optimizer_release_gradients`
+updates during the backward pass.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,9 +38,11 @@ from simpletuner.training.state import Assembly, random_states, restore_random_s
 from simpletuner.training.step import run_micro_step
 from simpletuner.validation.runner import ValidationRunner
 
+TRAINING = "training"  # phases of the plan, one for each bucket
+
 
 def rehearse(session: Session, validation: ValidationRunner, budget: Budget) -> Iterator[str]:
-    """Rehearse the largest micro-step, then the largest preview; yields one line about each.
+    """Rehearse the largest micro-step, and the largest preview; yields a line about each peak.
 
     Raises:
         UserError: the device ran out of memory.
@@ -46,17 +54,25 @@ def rehearse(session: Session, validation: ValidationRunner, budget: Budget) -> 
     samples = largest.samples
     frames = f", {samples[0].frames} frames" if samples[0].frames > 1 else ""
     title = f"the largest micro-step ({len(samples)} x {largest.size}{frames})"
-
-    def micro_step() -> None:
-        rehearse_micro_step(assembly, session.reader(largest))
-
-    def preview() -> None:
-        validation.rehearse(assembly)
+    memory = DeviceMemory(assembly.accelerator.device)
+    step = Peak(title, TRAINING, optimizer, budget, memory)
+    in_background = bool(validation.prompts) and validation.decodes_in_background
 
     with unchanged(optimizer, assembly.techniques):
-        yield _measure(optimizer, budget, title, "training", micro_step)
-    if validation.prompts:
-        yield _measure(optimizer, budget, "a preview", PREVIEWS, preview)
+        bytes_of_step = step.measure(lambda: rehearse_micro_step(assembly, session.reader(largest)))
+        if not in_background:
+            yield step.line(bytes_of_step)
+        optimizer.zero_grad(set_to_none=True)  # as after a step
+        if not validation.prompts:
+            return
+        if not in_background:
+            preview = Peak("a preview", PREVIEWS, optimizer, budget, memory)
+            yield preview.line(preview.measure(lambda: validation.rehearse(assembly)))
+            return
+        both = Peak(f"{title} while a preview is decoded", TRAINING, optimizer, budget, memory)
+        beside = partial(memory.held, bytes_of_step - memory.now)
+        bytes_of_both = both.measure(lambda: validation.rehearse(assembly, beside))
+        yield both.line(max(bytes_of_step, bytes_of_both))
 
 
 def pixels_of(batch: PlannedBatch) -> int:
@@ -78,40 +94,103 @@ def rehearse_micro_step(
     return StepNumbers(losses).to_host().losses
 
 
-def _measure(
-    optimizer: Optimizer, budget: Budget, title: str, phase: str, rehearsal: Callable[[], None]
-) -> str:
-    """Rehearse one peak; returns a line with the expected and, on a GPU, the measured memory.
+class DeviceMemory:
+    """The memory of a GPU as torch's allocator counts it; other devices have no such counter."""
 
-    Args:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_counted = device.type == "cuda"
+
+    def reset_peak(self) -> None:
+        """Start to look for a peak."""
+        if self.is_counted:
+            torch.cuda.reset_peak_memory_stats()
+
+    @property
+    def peak(self) -> float:
+        """The most bytes allocated at a time since `reset_peak`; 0 if not counted."""
+        return float(torch.cuda.max_memory_allocated()) if self.is_counted else 0.0
+
+    @property
+    def now(self) -> float:
+        """Bytes allocated now; 0 if not counted."""
+        return float(torch.cuda.memory_allocated()) if self.is_counted else 0.0
+
+    @contextmanager
+    def held(self, size: float) -> Iterator[None]:
+        """A context in which `size` bytes are allocated, on the compute stream.
+
+        Raises:
+            torch.OutOfMemoryError: they do not fit.
+        """
+        if not self.is_counted:
+            yield
+            return
+        torch.cuda.empty_cache()  # blocks that are free would count twice
+        block = torch.empty(max(int(size), 0), dtype=torch.uint8, device=self.device)
+        yield
+        del block
+
+
+@dataclass(frozen=True)
+class Peak:
+    """A peak to rehearse.
+
+    Attributes:
+        title: what reaches it, for the user.
         phase: the beginning of the phase's name in the plan.
     """
-    peaks = [planned.device for planned in budget.phases if planned.name.startswith(phase)]
-    expected = max(peaks, default=0.0)
-    on_gpu = any(weight.is_cuda for weight in _weights(optimizer))
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    try:
-        rehearsal()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):  # CUDA's libraries raise several types of errors
-            raise
+
+    title: str
+    phase: str
+    optimizer: Optimizer
+    budget: Budget
+    memory: DeviceMemory
+
+    def measure(self, rehearsal: Callable[[], object]) -> float:
+        """Bytes at the peak, optimizer state not counted; 0 without a GPU.
+
+        Raises:
+            UserError: the device ran out of memory.
+        """
+        memory = self.memory
+        memory.reset_peak()
+        try:
+            rehearsal()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):  # CUDA's libraries raise several types of errors
+                raise
+            raise UserError(self._shortage()) from None
+        peak = memory.peak
+        if self.phase == TRAINING:
+            # The gradients are still there, and step 1 adds the temporaries of an update.
+            updating = self.budget.model.update_bytes * _numbers(self.optimizer)
+            peak = max(peak, memory.now + updating)
+        memory.reset_peak()
+        return peak
+
+    def line(self, peak: float) -> str:
+        """The expected and, on a GPU, the measured memory."""
+        expected = gigabytes(self._expected)
+        if not self.memory.is_counted:
+            return f"Rehearsed {self.title}: not measured, planned {expected}"
+        # Without the optimizer state, the rehearsal would promise memory that step 1 takes.
+        peak += coming_state(self.optimizer, self.budget)
+        return f"Rehearsed {self.title}: {gigabytes(peak)}, planned {expected}"
+
+    @property
+    def _expected(self) -> float:
+        phases = self.budget.phases
+        peaks = [planned.device for planned in phases if planned.name.startswith(self.phase)]
+        return max(peaks, default=0.0)
+
+    def _shortage(self) -> str:
+        budget = self.budget
         room = "" if budget.device.memory is None else f" of {gigabytes(budget.device.memory)}"
-        raise UserError(
-            f"memory: {title} does not fit {budget.device.name}; the plan expected "
-            f"{gigabytes(expected)}{room}. {less_for_steps(budget.config.offload)}"
-        ) from None
-    if not on_gpu:
-        return f"Rehearsed {title}: not measured, planned {gigabytes(expected)}"
-    peak = float(torch.cuda.max_memory_allocated())
-    if phase == "training":
-        # The gradients are still there, and step 1 adds the temporaries of an update.
-        updating = budget.model.update_bytes * _numbers(optimizer)
-        peak = max(peak, torch.cuda.memory_allocated() + updating)
-    # Without the optimizer state, the rehearsal would promise memory that step 1 takes.
-    peak += coming_state(optimizer, budget)
-    torch.cuda.reset_peak_memory_stats()
-    return f"Rehearsed {title}: {gigabytes(peak)}, planned {gigabytes(expected)}"
+        return (
+            f"memory: {self.title} does not fit {budget.device.name}; the plan expected "
+            f"{gigabytes(self._expected)}{room}. {less_for_steps(budget.config.offload)}"
+        )
 
 
 def coming_state(optimizer: Optimizer, budget: Budget) -> float:

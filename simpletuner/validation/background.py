@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import torch
 from PIL.Image import Image
@@ -19,6 +20,7 @@ from simpletuner.reporting.metrics import MediaRecord
 logger = logging.getLogger(__name__)
 
 Write = Callable[[list[Image]], MediaRecord]
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -47,12 +49,21 @@ class DecodingThread:
         record = self.thread.submit(partial(self._decode, latents_ready, decode, write))
         self._pending.append((name, record))
 
+    def decode(self, decode: Callable[[], list[Image]]) -> None:
+        """Decode in the thread, and wait; unlike those of previews, errors are raised."""
+        latents_ready = self._side.end_of_compute()
+
+        def drop(frames: list[Image]) -> None:
+            pass
+
+        self.thread.submit(self._decode, latents_ready, decode, drop).result()
+
     def _decode(
         self,
         latents_ready: torch.cuda.Event | None,
         decode: Callable[[], list[Image]],
-        write: Write,
-    ) -> MediaRecord:
+        write: Callable[[list[Image]], Result],
+    ) -> Result:
         """What the thread does for one preview."""
         # Gradient mode, device and stream are per thread.
         with torch.no_grad(), self._side.after_compute(latents_ready):

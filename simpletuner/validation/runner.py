@@ -8,8 +8,8 @@ transformer do not fit together, they take turns on the device.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -258,14 +258,42 @@ class ValidationRunner(Callback):
                         yield self._render(assembly, preview, bar)
                         bar.advance(1, preview.name)
 
-    def rehearse(self, assembly: Assembly) -> None:
-        """Render the largest preview in few steps, and discard the result."""
-        previews = self._previews(None, assembly.settings.seed, 0, "benchmark_base_model")
+    @property
+    def decodes_in_background(self) -> bool:
+        """Whether previews are decoded while training continues."""
+        # Not with a source picture, which the same VAE encodes.
+        return self.decoding is not None and any(prompt.picture is None for prompt in self.prompts)
+
+    def rehearse(
+        self, assembly: Assembly, beside: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        """Render the largest preview in few steps, and discard the result.
+
+        Args:
+            beside: a context in which it is decoded in the background, if it is.
+        """
+        previews = list(self._previews(None, assembly.settings.seed, 0, "benchmark_base_model"))
+        if self.decodes_in_background:
+            previews = [preview for preview in previews if preview.prompt.picture is None]
         largest = max(previews, key=lambda preview: preview.size[0] * preview.size[1])
+        request = self.renderer.request(largest.prompt, largest.size, largest.seed)
         with quiet(assembly):
-            request = self.renderer.request(largest.prompt, largest.size, largest.seed)
-            self._pipeline(assembly).render(replace(request, num_inference_steps=REHEARSED_STEPS))
+            self._rehearse(assembly, replace(request, num_inference_steps=REHEARSED_STEPS), beside)
         self.renderer.release()
+
+    def _rehearse(
+        self,
+        assembly: Assembly,
+        request: PreviewRequest,
+        beside: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        pipeline = self._pipeline(assembly)
+        if self.decoding is None or request.source is not None:
+            pipeline.render(request)
+            return
+        decode = pipeline.sample(request)
+        with beside():
+            self.decoding.decode(decode)
 
     def _render(self, assembly: Assembly, preview: Preview, bar: ProgressBar) -> MediaRecord | None:
         """Sample one preview, and write it now or in the background."""

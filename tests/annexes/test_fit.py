@@ -787,6 +787,18 @@ def test_vae_stays_loaded_and_decodes_in_background_where_both_fit() -> None:
     }
 
 
+def test_a_preview_is_sampled_while_the_one_before_is_decoded_in_the_background() -> None:
+    plain = with_previews(budget(gpu(80), validation_decoding="tiles"))
+    background = plain.under({"validation_decode_in_background": True}, "test")
+    added = training_bytes(background) - training_bytes(plain)  # the VAE and what decoding takes
+    vae, _ = plain.parts.encoder_bytes(plain.config)
+    larger = device_bytes(plain, "rendering previews")
+    both = device_bytes(background, "rendering previews")
+
+    assert both > larger
+    assert both <= larger + added - vae
+
+
 def decoding_of(run: Budget) -> str:
     return with_strips(run).config.validation.validation_decoding
 

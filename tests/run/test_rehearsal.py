@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from simpletuner.annexes.fitting.ready import plan_that_fits
 from simpletuner.cli.execute import open_companions
 from simpletuner.config.schema import OffloadConfig
 from simpletuner.config.sources import parse_arguments
+from simpletuner.config.types import Size
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
 from simpletuner.planning.techniques.spec import TechniqueSpec
@@ -197,3 +199,94 @@ def test_expected_optimizer_state_equals_what_is_allocated(
     assert expected > 0
     assert allocated == expected
     assert remaining == 0
+
+
+class CountedMemory(rehearsal.DeviceMemory):
+    """A GPU's memory, in which what runs says what it allocates."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.is_counted = True
+        self.allocated = 1.0
+        self.most = 0.0
+
+    now = property(lambda memory: memory.allocated)
+    peak = property(lambda memory: memory.most)
+
+    def reset_peak(self) -> None:
+        self.most = self.allocated
+
+    @contextmanager
+    def held(self, size: float) -> Iterator[None]:
+        self.allocated += size
+        self.most = max(self.most, self.allocated)
+        yield
+        self.allocated -= size
+
+
+@pytest.mark.parametrize(
+    ("in_background", "expected"),
+    [
+        (False, ["the largest micro-step (2 x 64x64): 6e9", "a preview: 4e9"]),
+        (True, ["the largest micro-step (2 x 64x64) while a preview is decoded: 9e9"]),
+    ],
+)
+def test_a_step_and_a_preview_that_meet_are_rehearsed_together(
+    monkeypatch: pytest.MonkeyPatch, in_background: bool, expected: list[str]
+) -> None:
+    """Of a model of 1 GB, a step that takes 5 more, and a preview that takes 2, then 3 decoding."""
+    events: list[str] = []
+    memory = CountedMemory(torch.device("cpu"))
+
+    @contextmanager
+    def using(what: str, size: float) -> Iterator[None]:
+        with memory.held(size * 1e9):
+            events.append(f"{what} begins at {memory.now / 1e9:.0f}")
+            yield
+        events.append(f"{what} ends")
+
+    def step(*arguments: Any) -> None:
+        with using("step", 5):
+            pass
+
+    def preview(assembly: Any, beside: Any = nullcontext) -> None:
+        with using("sampling", 2):
+            pass
+        with beside(), using("decoding", 3):
+            pass
+
+    memory.allocated = 1e9
+    monkeypatch.setattr(rehearsal, "DeviceMemory", lambda device: memory)
+    monkeypatch.setattr(rehearsal, "rehearse_micro_step", step)
+    monkeypatch.setattr(rehearsal, "gigabytes", lambda size: f"{size / 1e9:.0f}e9")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))])
+    assembly = SimpleNamespace(optimizer=optimizer, accelerator=SimpleNamespace(device="cpu"))
+    assembly.techniques = []
+    batch = SimpleNamespace(samples=[SimpleNamespace(frames=1)] * 2, size=Size(64, 64))
+    sampler = SimpleNamespace(batches=lambda epoch: [batch])
+    session: Any = SimpleNamespace(
+        assembly=assembly,
+        loader=SimpleNamespace(sampler=sampler, epoch=1),
+        reader=lambda batch: batch,
+    )
+    validation: Any = SimpleNamespace(
+        prompts=["a star"], decodes_in_background=in_background, rehearse=preview
+    )
+    budget: Any = SimpleNamespace(
+        phases=[],
+        model=SimpleNamespace(state_bytes=0.0, update_bytes=0.0),
+        config=SimpleNamespace(offload=OffloadConfig()),
+    )
+
+    lines = list(rehearsal.rehearse(session, validation, budget))
+
+    assert [line.partition(",")[0].removeprefix("Rehearsed ") for line in lines] == expected
+    decoding = "decoding begins at 9" if in_background else "decoding begins at 4"
+    assert events == [
+        "step begins at 6",
+        "step ends",
+        "sampling begins at 3",
+        "sampling ends",
+        decoding,
+        "decoding ends",
+    ]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
 import weakref
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +20,13 @@ from torch import nn
 
 from simpletuner.config.types import Size
 from simpletuner.distributed.world import World
+from simpletuner.models.adapter import PreviewRequest
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.planning.prompts import ValidationPrompt
 from simpletuner.reporting.events import EventStream
 from simpletuner.training.state import TrainState, random_states, restore_random_states
 from simpletuner.validation import quiet, renderer, runner
+from simpletuner.validation.background import DecodingThread
 from simpletuner.validation.encoded_prompt import EncodedPrompt
 from tests.tools.assembly import make_assembly
 from tests.tools.families import CPU, make_config
@@ -97,6 +102,50 @@ def test_release_drops_the_vae_before_emptying_the_cache(
 
     assert len(loaded) == 2
     assert alive == [False, False]
+
+
+class Latents(Pipeline):
+    """Samples and decodes in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def sample(self, request: PreviewRequest) -> Callable[[], list[Image.Image]]:
+        self.events.append(f"sampled in {threading.current_thread().name}")
+        return self._decode
+
+    def _decode(self) -> list[Image.Image]:
+        self.events.append(f"decoded in {threading.current_thread().name}")
+        return []
+
+
+def test_a_rehearsal_decodes_in_the_background_beside_what_holds_a_steps_memory(
+    tmp_path: Path,
+) -> None:
+    pipeline = Latents()
+    events = pipeline.events
+
+    @contextmanager
+    def held() -> Iterator[None]:
+        events.append("held")
+        yield
+        events.append("free")
+
+    validation = make_runner(tmp_path, ValidationPrompt("a", "a", "a star"))
+    validation.renderer._pipeline = pipeline  # type: ignore[assignment]
+    assembly: Any = SimpleNamespace(
+        accelerator=SimpleNamespace(unwrap_model=lambda model: model, device=CPU),
+        adapter=None,
+        transformer=nn.Identity(),
+        sampling_weights=nullcontext,
+        settings=SimpleNamespace(seed=0),
+    )
+    with ThreadPoolExecutor(1, "decoder") as thread:
+        validation.decoding = DecodingThread(thread, CPU)
+        validation.rehearse(assembly, held)
+
+    assert events == ["sampled in MainThread", "held", "decoded in decoder_0", "free"]
 
 
 def make_runner(tmp_path: Path, *prompts: ValidationPrompt, **more: Any) -> runner.ValidationRunner:
