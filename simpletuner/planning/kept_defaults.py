@@ -41,7 +41,7 @@ def with_defaults_of(checkpoint: Checkpoint, config: RunConfig) -> RunConfig:
         return config
     set_by_user = {key: recorded[key] for key in recorded if not _is_default(origins, key)}
     unset = {key: value for key, value in recorded.items() if key not in set_by_user}
-    config = config.with_values(_changed_defaults(unset, config), KEPT)
+    config = config.with_values(changed_defaults(unset, config), KEPT)
     return _with_optimizer_defaults(checkpoint, set_by_user, config)
 
 
@@ -49,7 +49,7 @@ def _is_default(origins: Mapping[str, str], key: str) -> bool:
     return origins.get(key, "default") in DEFAULTS
 
 
-def _changed_defaults(unset: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
+def changed_defaults(unset: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
     """The values that differ, of keys that are not set now.
 
     Args:

@@ -13,11 +13,15 @@ from typing import Any
 import pytest
 
 from simpletuner.annexes.sampling import SampleRequest, plan_samples
+from simpletuner.config.load import Layer
 from simpletuner.config.optimizers import optimizer_settings
 from simpletuner.config.schema import FAMILY_DEFAULT, KEPT
 from simpletuner.config.sources import parse_arguments
+from simpletuner.errors import Problems
 from simpletuner.models.kandinsky5.options import KandinskyOptions
-from simpletuner.planning.build import plan_training
+from simpletuner.models.registry import FAMILIES
+from simpletuner.planning.build import plan_training, resolve_layers
+from simpletuner.planning.kept_defaults import changed_defaults
 from simpletuner.planning.plans import Plan
 from tests.tools.earlier_runs import PLAIN_FAILURE, unpack_earlier_runs
 from tests.tools.workspace import Workspace
@@ -155,6 +159,16 @@ def test_removing_a_key_that_was_set_is_reported(
     plan = record.plan()
 
     assert change in changes(plan)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_record_of_this_version_differs_from_no_default(family: str) -> None:
+    layer = Layer("config.json", [("model_type", "lora"), ("model_family", family)])
+    config, _ = resolve_layers([layer], Problems())
+    written = json.loads(json.dumps(config.flat, default=str))
+    unset = {key: written[key] for key in written.keys() - {"model_type", "model_family"}}
+
+    assert changed_defaults(unset, config) == {}
 
 
 def test_what_offload_auto_had_chosen_is_not_kept(record: Record) -> None:
