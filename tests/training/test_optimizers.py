@@ -35,7 +35,12 @@ from simpletuner.training import ema, optimizer_state, own_optimizers, update
 from simpletuner.training.optimizer_state import load_state
 from simpletuner.training.own_optimizers import MuonWithAdamW
 from simpletuner.training.release import HostState
-from simpletuner.training.update import KERNEL_KEYS, build_optimizer, sampling_weights
+from simpletuner.training.update import (
+    KERNEL_KEYS,
+    build_optimizer,
+    has_wide_moment,
+    sampling_weights,
+)
 from tests.tools.peak_memory import Peak
 from tests.tools.reports import found_by
 
@@ -429,6 +434,25 @@ def test_the_second_moment_is_float32_where_bf16_loses_its_decay(beta2: float) -
         run(optimizer, params, 1, 2)
         is_wide = optimizer.state[weight]["exp_avg_sq"].dtype == torch.float32
         assert is_wide == (is_lost or dtype == torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "beta2", "dtype", "is_wide"),
+    [
+        ("adamw_bf16", 0.999, torch.bfloat16, True),
+        ("adamw_bf16", 0.99, torch.bfloat16, False),
+        ("adamw_bf16", 0.999, torch.float32, False),
+        ("adamw", 0.999, torch.bfloat16, False),
+    ],
+)
+def test_only_a_moment_that_is_wider_than_its_weight_needs_another_kernel(
+    name: Any, beta2: float, dtype: torch.dtype, is_wide: bool
+) -> None:
+    optimizer = build(
+        name, [nn.Parameter(torch.ones(2, 2, dtype=dtype))], optimizer_config=f"{beta2=}"
+    )
+
+    assert has_wide_moment(optimizer, optimizer.param_groups[0]) == is_wide
 
 
 # weights, and numbers in them

@@ -17,7 +17,7 @@ from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPTextModel
 from simpletuner.config.load import Layer, resolve
 from simpletuner.errors import Problems, UserError
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE, KANDINSKY5_VIDEO
-from simpletuner.models.loading import load_whole
+from simpletuner.models.loading import load_scheduler, load_whole
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
@@ -374,3 +374,21 @@ def test_a_part_without_weights_is_there_if_one_of_its_files_is(name: str, tmp_p
     (tmp_path / name).write_text("{}")
 
     assert folder_fault(tmp_path) is None
+
+
+def test_a_scheduler_is_downloaded_when_it_is_loaded(hub: FakeHub, t2i_checkpoint: Path) -> None:
+    publish(hub, "someone/tiny", t2i_checkpoint)
+    part = Part(
+        role="scheduler",
+        key="pretrained_model_name_or_path",
+        location="someone/tiny",
+        folder="scheduler",
+        revision=None,
+        variant=None,
+    )
+
+    scheduler = load_scheduler(part, shift=3.0)
+
+    assert type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
+    assert scheduler.config.shift == 3.0
+    assert downloads(hub) == {"model_index.json", "scheduler/scheduler_config.json"}
