@@ -457,7 +457,8 @@ def read_equivalents(path: Path = EQUIVALENTS) -> Sequence[Equivalent]:
     equivalents = []
     for file, entries in tomllib.loads(path.read_text(encoding="utf-8")).items():
         for old, new, reason in entries["same"]:
-            equivalents.append(Equivalent(file, (f"-{old}", f"+{new}"), reason))
+            lines = (f"-{old}", f"+{new}") if new else (f"-{old}",)
+            equivalents.append(Equivalent(file, lines, reason))
     return equivalents
 
 
