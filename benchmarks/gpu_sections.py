@@ -72,6 +72,11 @@ class Machine:
         return self.device == "cuda"
 
     @property
+    def is_large(self) -> bool:
+        """Whether sizes are chosen that keep a GPU busy."""
+        return self.on_gpu and self.size == "real"
+
+    @property
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.on_gpu else torch.float32
 
@@ -94,7 +99,7 @@ class Machine:
 def peaks(machine: Machine) -> Iterator[Line]:
     """The rates that other results are compared with."""
     device = torch.device(machine.device)
-    side, count = (8192, 1 << 30) if machine.on_gpu else (256, 1 << 22)
+    side, count = (8192, 1 << 30) if machine.is_large else (256, 1 << 22)
     source = torch.zeros(count, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy = fastest(lambda: target.copy_(source), device, 5)
@@ -107,7 +112,7 @@ def pcie(machine: Machine) -> Iterator[Line]:
     """Copies to and from pinned memory, in one direction and in both at once."""
     machine.need_gpu("there is no bus between host and device")
     device = torch.device("cuda")
-    count = 2**29
+    count = 2**29 if machine.is_large else 2**22
     host_source = torch.empty(count, dtype=torch.uint8, pin_memory=True)
     host_target = torch.empty(count, dtype=torch.uint8, pin_memory=True)
     device_target = torch.empty(count, dtype=torch.uint8, device=device)
@@ -148,7 +153,7 @@ def sparse(machine: Machine) -> Iterator[Line]:
     from simpletuner.models.kandinsky5.tile_attention import choose_attend  # older versions lack it
 
     device = torch.device(machine.device)
-    tokens, heads, width = (47_616, 32, 128) if machine.on_gpu else (1_024, 2, 16)
+    tokens, heads, width = (47_616, 32, 128) if machine.is_large else (1_024, 2, 16)
     shape = (tokens, heads, width)
     flops = [4.0 * tokens**2 * heads * width * products for products in ATTENTION_PRODUCTS]
     dense = _attention_seconds(machine, torch_attention, shape)
@@ -398,7 +403,7 @@ def _allocated(machine: Machine) -> int:
 def step(machine: Machine) -> Iterator[Line]:
     """A fast step against one with the code of diffusers, and its use of the device (MFU)."""
     need_keys("speed")
-    side = 8192 if machine.on_gpu else 256
+    side = 8192 if machine.is_large else 256
     rate = matmul_flops(torch.device(machine.device), machine.dtype, side)
     variants: dict[str, Settings] = {
         "reference": {"speed": "reference"},
@@ -469,7 +474,7 @@ def optimizers(machine: Machine) -> Iterator[Line]:
     # Older versions lack these.
     from simpletuner.training.update import KERNEL_KEYS, build_optimizer, runs_triton
 
-    sizes = ((1200, 1 << 16), (64, 1 << 23)) if machine.on_gpu else ((20, 1 << 8), (2, 1 << 12))
+    sizes = ((1200, 1 << 16), (64, 1 << 23)) if machine.is_large else ((20, 1 << 8), (2, 1 << 12))
     device = torch.device(machine.device)
     for name, precision in (("adamw_bf16", "bf16"), ("optimi-adamw", "bf16"), ("adamw", "no")):
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32

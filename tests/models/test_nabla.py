@@ -419,6 +419,7 @@ def test_the_processor_attends_to_the_chosen_tiles() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.real_gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -442,6 +443,7 @@ def test_flex_attention_is_exact_on_a_gpu(dtype: torch.dtype, head_dim: int) -> 
 
 
 @pytest.mark.gpu
+@pytest.mark.real_gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_backward_pass_rebuilds_the_lists_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda")
@@ -453,6 +455,7 @@ def test_the_backward_pass_rebuilds_the_lists_on_a_gpu(monkeypatch: pytest.Monke
 
 
 @pytest.mark.gpu
+@pytest.mark.real_gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_flex_attention_is_deterministic_on_a_gpu() -> None:
     device = torch.device("cuda")
