@@ -13,20 +13,22 @@ from pathlib import Path
 from simpletuner.errors import UserError
 from tests.tools.stand_in_gpu.build import build
 
-ROOT = Path(__file__).parents[3]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
 
 
 def main() -> None:
     folder = Path(sys.prefix) / "stand-in-gpu"
     try:
-        runtime, driver = build(folder)
+        libraries = build(folder)
     except UserError as error:
         sys.exit(f"error: {error}")
-    os.environ["LD_PRELOAD"] = f"{runtime} {driver}"
-    os.environ["STAND_IN_GPU_LIBRARY"] = str(runtime)
+    os.environ["LD_PRELOAD"] = " ".join(map(str, libraries))
+    os.environ["STAND_IN_GPU_LIBRARY"] = str(libraries[0])
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{ROOT}"
-    os.environ["PATH"] = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    programs = [str(Path(sys.prefix) / "bin"), str(HERE / "bin"), os.environ["PATH"]]
+    os.environ["PATH"] = os.pathsep.join(programs)
     os.execvp(sys.argv[1], sys.argv[1:])
 
 

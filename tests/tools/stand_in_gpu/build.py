@@ -19,8 +19,8 @@ DEVICE = (HERE / "memory.c", HERE / "streams.c")
 ENTRY_POINT = "[torch.backends]\nstand_in_gpu = tests.tools.stand_in_gpu.mirror:install\n"
 
 
-def build(folder: Path) -> tuple[Path, Path]:
-    """Compile the stand-ins for CUDA's runtime and driver, and tell torch of them.
+def build(folder: Path) -> list[Path]:
+    """Compile the stand-ins for CUDA's runtime, driver and management, and tell torch of them.
 
     Raises:
         UserError: torch is not built for CUDA.
@@ -46,11 +46,15 @@ def build(folder: Path) -> tuple[Path, Path]:
     )
     runtime = folder / real.name
     driver = folder / "libcuda.so.1"
-    link = (f"-Wl,-soname,{runtime.name}", f"-Wl,--version-script={versions}")
-    compile_library(runtime, (*DEVICE, HERE / "runtime.c", missing), (*includes, *link))
-    name = f"-Wl,-soname,{driver.name}"
-    compile_library(driver, (HERE / "driver.c", runtime), (*includes, name))
-    return runtime, driver
+    management = folder / "libnvidia-ml.so.1"
+    compile_library(
+        runtime,
+        (*DEVICE, HERE / "runtime.c", missing),
+        (*includes, f"-Wl,--version-script={versions}"),
+    )
+    compile_library(driver, (HERE / "driver.c", runtime), includes)
+    compile_library(management, (HERE / "nvml.c",))
+    return [runtime, driver, management]
 
 
 def compile_library(target: Path, sources: Sequence[Path], options: Sequence[str] = ()) -> None:
@@ -59,7 +63,9 @@ def compile_library(target: Path, sources: Sequence[Path], options: Sequence[str
     if target.exists() and all(target.stat().st_mtime > path.stat().st_mtime for path in ours):
         return
     made = target.with_suffix(f".{os.getpid()}")  # another process may be using the present one
-    subprocess.run(["gcc", *CFLAGS, *options, *map(str, sources), "-o", str(made)], check=True)
+    name = f"-Wl,-soname,{target.name}"
+    words = ["gcc", *CFLAGS, *options, name, *map(str, sources), "-o", str(made)]
+    subprocess.run(words, check=True)
     made.replace(target)
 
 
