@@ -11,6 +11,7 @@ import ctypes
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def install() -> None:
     _library = torch.library.Library("aten", "IMPL", "CUDA")
     with warnings.catch_warnings(action="ignore"):  # about kernels that have another one already
         for operation in filter(_is_kernel, _operations()):
-            _library.impl(operation, _make_kernel(operation), "CUDA", allow_override=True)
+            _library.impl(operation, Mirror(operation), "CUDA", allow_override=True)
         _library.impl(ATEN.copy_.default, _copy, "CUDA", allow_override=True)
     patch: Any = torch._TorchCompileInductorWrapper
     patch.__call__ = _trace_only
@@ -88,44 +89,64 @@ def _trace_only(compiler: Any, graph: Any, inputs: Any) -> Any:
     return aot_eager(graph, inputs)
 
 
-def _make_kernel(operation: OpOverload) -> Kernel:
-    """The mirror of an operation."""
-    arguments = operation._schema.arguments
-    mutable = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
-    positional = [a.name for a in arguments if not a.kwarg_only]
-    draws = torch.Tag.nondeterministic_seeded in operation.tags
-    may_wait = "indices" in positional or bool(READS_SIZES & set(operation.tags))
-    tensors = [a.name for a in arguments if str(a.type) == "Tensor"]
-    compute = ATTENTION.get(operation.overloadpacket.__name__) or _cpu_kernel(operation)
-    name = str(operation)
+class Mirror:
+    """An operation of the GPU, done by the CPU's kernel."""
 
-    def has_number(given: dict[str, Any]) -> bool:
-        """A tensor that stands for a Python number arrives as that number."""
-        return any(not isinstance(given[key], Tensor) for key in tensors if key in given)
+    def __init__(self, operation: OpOverload) -> None:
+        arguments = operation._schema.arguments
+        self.operation = operation
+        self.name = str(operation)
+        self.positional = [argument.name for argument in arguments if not argument.kwarg_only]
+        self.tensors = [argument.name for argument in arguments if str(argument.type) == "Tensor"]
+        self.written = [argument.name for argument in arguments if _is_written(argument)]
+        self.draws = torch.Tag.nondeterministic_seeded in operation.tags
+        self.may_wait = "indices" in self.positional or bool(READS_SIZES & set(operation.tags))
+        self.compute = ATTENTION.get(operation.overloadpacket.__name__) or _cpu_kernel(operation)
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(positional, args, strict=False)), **kwargs}
-        written = tree_leaves([given.get(key) for key in mutable])
-        _begin(name, tree_leaves(given), written)
-        is_left_out = _is_too_much(operation, args, kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(self.positional, args, strict=False)), **kwargs}
+        _begin(self.name, tree_leaves(given), tree_leaves([given.get(key) for key in self.written]))
+        is_left_out = _is_too_much(self.operation, args, kwargs)
         ours = tree_map(_on_meta if is_left_out else _on_cpu, given)
         with torch._C._AutoDispatchBelowAutograd():
-            if is_left_out:
-                outputs = operation(**ours)
-            elif draws:
-                outputs = _drawn(compute, ours)
-            else:
-                choose = operation.overloadpacket if has_number(given) else compute
-                outputs = choose(**ours)
-        if may_wait and _waits(given):
+            results = self.operation(**ours) if is_left_out else self._execute(ours)
+        if self.may_wait and _waits(given):
             torch.zeros((), device=GPU).item()
-        if mutable:
-            for key in mutable:
-                _resize(name, given.get(key), ours.get(key))
-            return _given(operation, given)
-        return tree_map(_on_gpu(name), outputs)
+        for key in self.written:
+            _resize(self.name, given.get(key), ours.get(key))
+        return self._returned(given, results)
 
-    return kernel
+    def _execute(self, ours: dict[str, Any]) -> Any:
+        if self.draws:
+            return _drawn(self.compute, ours)
+        # A tensor that stands for a Python number arrives as that number.
+        if any(not isinstance(ours[key], Tensor) for key in self.tensors if key in ours):
+            return self.operation.overloadpacket(**ours)
+        return self.compute(**ours)
+
+    def _returned(self, given: dict[str, Any], results: Any) -> Any:
+        """New tensors of the device, and the given ones that the operation wrote to."""
+        returns = self.operation._schema.returns
+        if not returns:
+            return None
+        written = {_alias(a): given[a.name] for a in self.operation._schema.arguments if _alias(a)}
+        several = results if len(returns) > 1 else [results]
+        placed = [
+            written[_alias(returned)]
+            if _alias(returned)
+            else tree_map(partial(_on_gpu, self.name), result)
+            for returned, result in zip(returns, several, strict=True)
+        ]
+        return tuple(placed) if len(returns) > 1 else placed[0]
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _alias(value: Any) -> str:
+    """The letter that a schema gives to an argument and to the result that is the same tensor."""
+    return next(iter(value.alias_info.before_set), "") if _is_written(value) else ""
 
 
 def _waits(given: dict[str, Any]) -> bool:
@@ -133,7 +154,7 @@ def _waits(given: dict[str, Any]) -> bool:
     if "indices" in given:
         return any(
             isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
-            for index in given["indices"]
+            for index in tree_leaves(given["indices"])
         )
     return given.get("output_size") is None
 
@@ -152,21 +173,6 @@ def _cpu_kernel(operation: OpOverload) -> Kernel:
         return decomposition_table[operation](**given)
 
     return decomposed
-
-
-def _given(operation: OpOverload, given: dict[str, Any]) -> Any:
-    """The arguments that an operation in place returns."""
-    if not operation._schema.returns:
-        return None
-    by_alias = {
-        next(iter(argument.alias_info.before_set)): given[argument.name]
-        for argument in operation._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    }
-    returned = [
-        by_alias[next(iter(value.alias_info.before_set))] for value in operation._schema.returns
-    ]
-    return returned[0] if len(returned) == 1 else tuple(returned)
 
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -221,21 +227,17 @@ def _span(tensor: Tensor) -> int:
     return (last + 1) * tensor.itemsize
 
 
-def _on_gpu(name: str) -> Callable[[Any], Any]:
-    """Copies results to new memory of the device."""
-
-    def place(result: Any) -> Any:
-        if not isinstance(result, Tensor) or result.layout != torch.strided:
-            return result
-        placed = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=GPU)
-        _begin(name, [placed], [placed])
-        if result.device.type == "cpu":
-            _on_cpu(placed).copy_(result)
-        else:
-            _on_cpu(placed).zero_()
-        return placed
-
-    return place
+def _on_gpu(name: str, result: Any) -> Any:
+    """A copy of a result in new memory of the device."""
+    if not isinstance(result, Tensor) or result.layout != torch.strided:
+        return result
+    placed = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=GPU)
+    _begin(name, [placed], [placed])
+    if result.device.type == "cpu":
+        _on_cpu(placed).copy_(result)
+    else:  # it was left out
+        _on_cpu(placed).zero_()
+    return placed
 
 
 # ---- the device ----
@@ -273,8 +275,8 @@ def _is_too_much(operation: OpOverload, args: Any, kwargs: Any) -> bool:
     count = flop_registry.get(operation.overloadpacket)
     if count is None:
         return False
-    given = tree_map(_on_meta, (args, kwargs))
-    outputs = operation(*given[0], **given[1])
+    on_meta, more = tree_map(_on_meta, (args, kwargs))
+    outputs = operation(*on_meta, **more)
     return float(count(*args, **kwargs, out_val=outputs)) > LARGEST_FLOPS
 
 
