@@ -151,14 +151,15 @@ def result_of(run: Callable[[float], Ended], limit: float) -> dict[str, Any]:
 def cause(errors: str) -> str:
     """The error that ended a process, or the first error of several processes.
 
-    torchrun adds an error (ChildFailedError) and a summary after those of its processes. Without
-    it, the last line is the error.
+    torchrun adds an error (ChildFailedError) and a summary after those of its processes. Errors of
+    CUDA have several lines, of which the first says what happened. Without an error, it is the last
+    line.
     """
-    raised = re.findall(
+    raised: list[str] = re.findall(
         r"^(?:\[rank\d+\]: )?(?:\w+\.)*(\w*(?:Error|Exception)\b.*)", errors, re.MULTILINE
     )
-    if raised and raised[-1].startswith("ChildFailedError"):
-        return str(raised[0])
+    if raised:
+        return raised[0] if raised[-1].startswith("ChildFailedError") else raised[-1]
     lines = errors.strip().splitlines()
     return lines[-1] if lines else ""
 

@@ -143,6 +143,7 @@ def test_first_failed_process_is_reported() -> None:
     assert cause(FAILED) == "OutOfMemoryError: CUDA out of memory."
     assert cause(FAILED.replace("[rank1]: ", "")) == "OutOfMemoryError: CUDA out of memory."
     assert cause("Traceback\nKeyError: 'x'\n") == "KeyError: 'x'"
+    assert cause("Traceback\nerror: gone\n") == "error: gone"
     assert cause("") == ""
 
 
@@ -170,3 +171,14 @@ def test_processes_end_when_their_launcher_is_killed() -> None:
     assert os.read(read, 1) == b"", (
         "the pipe is closed when the last process that could write has ended"
     )
+
+
+def test_advice_after_an_error_is_not_its_cause() -> None:
+    errors = (
+        "Traceback (most recent call last):\n"
+        "torch.AcceleratorError: CUDA error: an illegal memory access was encountered\n"
+        "CUDA kernel errors might be asynchronously reported at some other API call.\n"
+        "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+    )
+
+    assert cause(errors) == "AcceleratorError: CUDA error: an illegal memory access was encountered"

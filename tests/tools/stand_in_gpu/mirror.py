@@ -120,7 +120,7 @@ class Mirror:
         if self.draws:
             return _drawn(self.compute, ours)
         # A tensor that stands for a Python number arrives as that number.
-        if any(not isinstance(ours[key], Tensor) for key in self.tensors if key in ours):
+        if any(isinstance(ours.get(key), int | float | complex) for key in self.tensors):
             return self.operation.overloadpacket(**ours)
         return self.compute(**ours)
 

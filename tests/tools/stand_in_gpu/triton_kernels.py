@@ -34,4 +34,8 @@ def mend_bfloat16() -> None:
             return interpreter.TensorHandle(result, left.dtype.scalar)
         return interpreter.TensorHandle(narrowed(result), left.dtype.scalar)
 
+    def get_bf16(self: Any, value: float) -> Any:
+        return interpreter.TensorHandle(narrowed(np.array([value])), bfloat16)
+
     interpreter.InterpreterBuilder.binary_op = binary_op
+    interpreter.InterpreterBuilder.get_bf16 = get_bf16
