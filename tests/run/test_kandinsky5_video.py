@@ -243,6 +243,7 @@ def test_the_trained_attention_is_that_of_previews_samples_and_the_readme(
         attention_type=attention,
         max_train_steps=1,
         validation_disable=False,
+        disable_benchmark=True,
         validation_num_video_frames=5,
     )
 
