@@ -144,7 +144,9 @@ def test_the_next_start_does_not_miss_moved_files(tmp_path: Path) -> None:
     assert "gone" not in rebuilt.counts()
 
 
-def test_nothing_outside_of_the_folder_is_moved(tmp_path: Path) -> None:
+def test_nothing_outside_of_the_folder_is_moved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A linked folder is read as part of the dataset, but its files belong to someone else."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "bad.png").write_text("no picture")
@@ -155,3 +157,5 @@ def test_nothing_outside_of_the_folder_is_moved(tmp_path: Path) -> None:
 
     assert "both.png" in files(tmp_path / "run" / "quarantine")
     assert files(tmp_path / "elsewhere") == ["bad.png"]
+    path = tmp_path / "set" / "linked" / "bad.png"
+    assert f"{path} is outside of {tmp_path / 'set'} and is not moved: it " in caplog.text

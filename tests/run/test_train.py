@@ -18,12 +18,16 @@ from peft import inject_adapter_in_model, set_peft_model_state_dict
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from simpletuner.config.sources import parse_arguments
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.loading import load_processor
+from simpletuner.planning.build import plan_training
+from simpletuner.planning.entries import text_folder
 from simpletuner.planning.lock import lock_output
 from simpletuner.reporting import metrics
 from simpletuner.reporting.metrics import MetricsFile
+from simpletuner.run.train import sweep_strays
 from simpletuner.training import step
 from simpletuner.weights.lora_names import LORA_FILE, METADATA_KEY, STEP_NOTE
 from tests.tools.hub import repository_of_loras
@@ -65,6 +69,32 @@ def test_a_plain_run_warns_of_nothing(finished: Workspace) -> None:
 
     assert not re.findall(r"^.* (?:WARNING|ERROR) +simpletuner.*$", log, re.MULTILINE)
     assert {event["severity"] for event in events} == {"info", "success"}
+
+
+def test_a_start_sweeps_what_a_killed_run_left(finished: Workspace, tmp_path: Path) -> None:
+    run = finished.stopped(tmp_path / "run", 2)
+    swept = [
+        run.path(f"output/{folder}/.left.0123456789ab.tmp")
+        for folder in (".", "ema", "validation_images", "benchmarks/base_model")
+    ]
+    swept.append(run.path("output/ema/pipeline-tmp/model"))
+    swept.append(run.path("output/unverified-tmp/model"))
+    with run.inside():
+        plan = plan_training(parse_arguments([]))
+        caches = [text_folder(plan).absolute(), plan.datasets[0].latent_dir.absolute()]
+    old = [folder / ".old.0123456789ab.tmp" for folder in caches]
+    new = [folder / ".new.0123456789ab.tmp" for folder in caches]
+    for path in (*swept, *old, *new):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    for path in old:
+        os.utime(path, (0, 0))
+
+    with run.inside():
+        sweep_strays(plan)
+
+    assert [path for path in (*swept, *old) if path.exists()] == []
+    assert all(path.exists() for path in new), "another run may be writing it"
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from simpletuner.config.techniques.crepa import CrepaConfig
 from simpletuner.config.techniques.tread import Route
@@ -421,11 +422,18 @@ def test_the_plan_counts_the_projector(deep: Path) -> None:
         {"axes_dims": [4, 6, 6], "model_dim": WIDTH}, shapes, STOCK
     )
     assembly = make_assembly(deep, crepa_of(**BACKBONE))
-    result = spec.cost(cost, BatchShape(1, 1, 8, 8, 10))
+    shape = BatchShape(2, 1, 8, 8, 10)
+    result = spec.cost(cost, shape)
 
     assert result.parameters == sum(
         parameter.numel() for parameter in assembly.module_parameters.values()
     )
+    hidden = torch.randn(shape.samples, shape.tokens, WIDTH, requires_grad=True)
+    (crepa,) = assembly.techniques
+    assert isinstance(crepa, Crepa)
+    with FlopCounterMode(display=False) as counter:
+        crepa._project(hidden).sum().backward()
+    assert result.flops == counter.get_total_flops()
 
 
 def test_batches_without_a_position_are_an_error(batch: Batch) -> None:
