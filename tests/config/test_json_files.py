@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from simpletuner.config.json_reader import read_json, same_value
+from simpletuner.config.json_reader import expand_environment, read_json, same_value
 from simpletuner.errors import Problem, Problems
+from simpletuner.redaction import hidden_for_now, redact
 
 
 def read(path: Path, text: str | bytes) -> tuple[Any, list[Problem]]:
@@ -116,3 +117,22 @@ def test_spellings_of_one_value_are_equal(left: object, right: object) -> None:
 )
 def test_different_values_are_not_equal(left: object, right: object) -> None:
     assert not same_value(left, right)
+
+
+@pytest.mark.parametrize(
+    ("name", "secret", "is_hidden"),
+    [("HOOK_OF_MINE", False, False), ("HOOK_OF_MINE", True, True), ("HOOK_TOKEN", False, True)],
+)
+def test_variables_of_secrets_stay_hidden_when_they_are_unset(
+    name: str, secret: bool, is_hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = f"https://hooks.example/{name}-{secret}"
+    monkeypatch.setenv(name, value)
+
+    with hidden_for_now():
+        content = expand_environment(f"{{env:{name}}}", "key", Problems(), secret=secret)
+        monkeypatch.delenv(name)
+        printed = redact(f"sent to {value}")
+
+    assert content == value
+    assert (value not in printed) == is_hidden

@@ -164,3 +164,20 @@ def test_the_snippet_of_a_run_reproduces_its_last_preview(
     preview = np.asarray(Image.open(file)).astype(int)
     drawn = np.asarray(Image.open(workspace.path("picture.png"))).astype(int)
     assert np.abs(drawn - preview).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("task", "lora", "more"),
+    [
+        ("t2i", None, []),
+        ("i2i", "lora.safetensors", ["peft"]),
+        ("t2v", None, ["imageio", "imageio-ffmpeg"]),
+        ("i2v", "lora.safetensors", ["peft", "imageio", "imageio-ffmpeg"]),
+    ],
+)
+def test_the_packages_of_a_result_are_those_that_its_code_needs(
+    task: Task, lora: str | None, more: list[str], tmp_path: Path
+) -> None:
+    usage = usage_of(tmp_path, task, lora=lora)
+
+    assert usage.packages == ["torch", "diffusers", "transformers", "accelerate", *more]
