@@ -20,7 +20,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from simpletuner.budget.device import CARDS, planned_device
-from simpletuner.budget.estimate import Step, StepModel
+from simpletuner.budget.step_cost import Step
+from simpletuner.budget.step_memory import StepModel
 from simpletuner.config.device import Card
 from simpletuner.config.load import Layer as Settings
 from simpletuner.config.load import resolve

@@ -26,7 +26,7 @@ from benchmarks.models import SHAPES, cost_of, hollow_transformer, lora_targets,
 from benchmarks.variants import COMMON, Settings, Variant
 from simpletuner.annexes.processes.joining import ConnectedWorld, connect, set_rendezvous
 from simpletuner.budget.device import this_cpu
-from simpletuner.budget.estimate import Step
+from simpletuner.budget.step_cost import Step
 from simpletuner.budget.workload import Parts, kernels_on
 from simpletuner.distributed.world import Value, World, world_from_launcher
 from simpletuner.errors import Problems

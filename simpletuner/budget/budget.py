@@ -1,6 +1,7 @@
 """A plan on a device: whether each phase fits into memory, and how long the run takes.
 
-Nothing is loaded. What a phase needs is estimated in `phases`, what a step takes in `estimate`.
+Nothing is loaded. What a phase needs is estimated in `phases`, what a step takes in `step_memory`
+and `step_cost`.
 """
 
 from __future__ import annotations
@@ -11,17 +12,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic
 
+from simpletuner.budget.communication import Sent, exchange_seconds, sent_bytes
 from simpletuner.budget.densities import find_densities
 from simpletuner.budget.device import Device
-from simpletuner.budget.estimate import (
-    FLOAT32_SHARE,
-    Sent,
-    Step,
-    StepModel,
-    exchange_seconds,
-    sent_bytes,
-)
 from simpletuner.budget.phases import PREVIEWS, PhasePeak, Phases, preview_dtype
+from simpletuner.budget.step_cost import FLOAT32_SHARE, Step
+from simpletuner.budget.step_memory import StepModel
 from simpletuner.budget.workload import (
     Bucket,
     Parts,
@@ -295,9 +291,7 @@ def saves_in_background(budget: Budget) -> bool:
     """Whether the host has room for a copy of the checkpoint in every phase."""
     device = budget.device
     model = budget.model
-    # Weights as trained and as published, optimizer state, and the moving average in both forms.
-    bytes_per_number = 2 * model.number_bytes + model.state_bytes + model.average_bytes
-    copied = model.trained_numbers * bytes_per_number
+    copied = model.checkpoint_bytes(copies=2)  # weights as trained and as published
     if device.has_own_memory:
         copied *= 2  # torch rounds pinned memory up to powers of two
         room = device.host_memory

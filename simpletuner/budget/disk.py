@@ -11,7 +11,7 @@ from pathlib import Path
 from simpletuner.atomic import nearest_existing
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
-from simpletuner.budget.estimate import StepModel
+from simpletuner.budget.step_memory import StepModel
 from simpletuner.caching.catalogue import FeatureCost, LatentEntry
 from simpletuner.config.precision import text_encoder_dtype
 from simpletuner.errors import Problem, Problems
@@ -59,8 +59,7 @@ def _checkpoint_writing(plan: Plan, model: StepModel) -> Writing:
     limits = plan.config.checkpoints
     # A LoRA is saved twice: exactly, to resume from, and as the file for pipelines.
     copies = 1 if model.is_full else 2
-    bytes_per_number = copies * model.number_bytes + model.state_bytes + model.average_bytes
-    checkpoint = model.trained_numbers * bytes_per_number
+    checkpoint = model.checkpoint_bytes(copies)
     saves = ceil_div(plan.length.total_steps, limits.checkpoint_step_interval)
     kept = min(saves, limits.checkpoints_total_limit or saves)
     kept += 1  # a new one is written before the oldest is removed

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from simpletuner.budget.device import Device, compared
-from simpletuner.budget.estimate import Step, StepModel
+from simpletuner.budget.step_cost import Step
+from simpletuner.budget.step_memory import StepModel
 from simpletuner.budget.workload import Bucket, Parts, Workload, sampled_together
 from simpletuner.config.precision import vae_dtype
 from simpletuner.config.schema import RunConfig
@@ -204,7 +205,9 @@ class Phases:
             teaching = self._teaching_bytes(bucket)
         # A step has three moments, in this order, any of which may be the peak. The average is
         # updated when the gradients are gone.
-        encoding_features = model.frozen_bytes + model.trained_bytes + teaching
+        encoding_features = (
+            model.frozen_bytes + model.trained_bytes + model.accumulated_bytes + teaching
+        )
         backward = step.memory.total + teacher
         updating_average = model.frozen_bytes + self._idle_bytes + teacher + on_device.updating
         peak = max(encoding_features, backward, updating_average)
@@ -269,7 +272,7 @@ class Phases:
     @property
     def _idle_bytes(self) -> float:
         """Bytes of what is trained between two steps, when there are no gradients."""
-        return self.model.trained_bytes - self.model.gradient_bytes
+        return self.model.trained_bytes + self.model.bucket_bytes
 
     @property
     def _streamed_bytes(self) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from simpletuner.budget import device
-from simpletuner.budget.estimate import StepModel
+from simpletuner.budget.step_memory import StepModel
 from simpletuner.config.precision import quantised_bytes, text_encoder_dtype, vae_dtype
 from simpletuner.config.schema import RunConfig, ValidationConfig
 from simpletuner.config.speed import compile_backend, uses_own_arithmetic
@@ -429,6 +429,8 @@ def parts_of(plan: SamplePlan, torch_type: str) -> Parts:
         transformer = _published(plan, kernels)
     else:
         transformer = cost.transformer(settings, shapes, kernels)
+        if not source["transformer"].fits_bf16(transformer.fits_bf16):
+            transformer = replace(transformer, modulation=frozenset())
     vae = source["vae"].read_config()
     if vae is None:
         assumed.append("VAE")

@@ -247,11 +247,14 @@ class Weights:
     Attributes:
         table: the measurements of its class.
         shapes: shape of every parameter, by name, as in the safetensors header.
+        modulation: name components of the float32 layers whose weights bf16 represents exactly, so
+            that frozen ones can be stored in bf16; empty if there are none.
         results: of earlier calls; see `remembered`.
     """
 
     table: CostTable
     shapes: Shapes
+    modulation: frozenset[str] = field(default=frozenset(), kw_only=True)
     results: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
@@ -320,6 +323,12 @@ class Weights:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @cached_property
+    def float32_parameters(self) -> int:
+        """Parameters that stay float32 at every precision setting."""
+        kept = [shape for name, shape in self.shapes.items() if self.stays_float32(name)]
+        return sum(map(math.prod, kept))
+
+    @cached_property
     def largest_weight(self) -> int:
         """Numbers of the largest weight."""
         return max(map(math.prod, self.shapes.values()))
@@ -327,6 +336,10 @@ class Weights:
     def stays_float32(self, name: str) -> bool:
         """Whether a parameter stays float32 at every precision setting."""
         return any(part in name.split(".") for part in self.table.float32)
+
+    def fits_bf16(self, name: str) -> bool:
+        """Whether a parameter is a modulation weight that bf16 represents exactly."""
+        return name.endswith(".weight") and not self.modulation.isdisjoint(name.split("."))
 
     @remembered
     def first_reached(self, adapters: Adapters) -> int:
@@ -372,25 +385,28 @@ class Weights:
         return any(name in names for name in alike)
 
     @remembered
-    def block_bytes(self, dtype: str, *, quantised: float) -> list[float]:
-        """Bytes of the frozen weights of each block, in order.
+    def block_bytes(self, dtype: str, *, quantised: float, narrow: bool = False) -> list[float]:
+        """Bytes of the weights of each block, in order.
 
         Args:
             quantised: bytes per weight of a quantised linear layer; 0 if not quantised.
+            narrow: modulation weights are stored in bf16 where that is exact.
         """
         return [
-            sum(self._size(name, dtype, quantised) for name in self._by_block[prefix])
+            sum(self._size(name, dtype, quantised, narrow) for name in self._by_block[prefix])
             for prefix in self.blocks
         ]
 
     @remembered
-    def rest_bytes(self, dtype: str) -> float:
-        """Bytes of the weights outside the blocks."""
-        return sum(self._size(name, dtype, 0.0) for name in self._by_block[""])
+    def rest_bytes(self, dtype: str, *, narrow: bool = False) -> float:
+        """Bytes of the weights outside the blocks; `narrow` as for `block_bytes`."""
+        return sum(self._size(name, dtype, 0.0, narrow) for name in self._by_block[""])
 
-    def _size(self, name: str, dtype: str, quantised: float) -> float:
+    def _size(self, name: str, dtype: str, quantised: float, narrow: bool) -> float:
         """Bytes of one parameter."""
         shape = self.shapes[name]
+        if narrow and self.fits_bf16(name):
+            return float(BYTES["bf16"] * math.prod(shape))
         if self.stays_float32(name):
             return 4.0 * math.prod(shape)
         is_linear = len(shape) == 2 and name.endswith(".weight")
@@ -401,15 +417,28 @@ class Weights:
 
     @remembered
     def adapter_parameters(self, adapters: Adapters) -> int:
-        """Parameters of an adapter.
+        """Parameters of all adapters."""
+        return sum(self._adapter_numbers(name, adapters) for name in adapters.modules)
 
-        A LoRA has `rank` x (in + out) for each module, where `in` includes the kernel of a
-        convolution.
+    @remembered
+    def adapter_parameters_by_block(self, adapters: Adapters) -> list[int]:
+        """Parameters of the adapters in each block, in order."""
+        numbers = dict.fromkeys(self.blocks, 0)
+        for name in adapters.modules:
+            prefix = ".".join(name.split(".")[:2]) + "."
+            if prefix in numbers:
+                numbers[prefix] += self._adapter_numbers(name, adapters)
+        return list(numbers.values())
+
+    def _adapter_numbers(self, name: str, adapters: Adapters) -> int:
+        """Parameters of one module's adapter.
+
+        A LoRA has `rank` x (in + out), where `in` includes the kernel of a convolution.
         """
         if adapters.products:
-            return sum(adapters.products.values())
-        shapes = (self.shapes[f"{name}.weight"] for name in adapters.modules)
-        return adapters.rank * sum(shape[0] + math.prod(shape[1:]) for shape in shapes)
+            return adapters.products[name]
+        shape = self.shapes[f"{name}.weight"]
+        return adapters.rank * (shape[0] + math.prod(shape[1:]))
 
 
 @dataclass(frozen=True)
@@ -465,8 +494,10 @@ class TransformerCost(Weights):
         # The table's own sums are without adapters: `saved` and `compiled` are of a frozen block,
         # `trained` of a full fine-tune, which also saves the input of every layer for the weight
         # gradient.
+        transient = sums["transient"]
         if not adapters.modules:
             saved = sums["trained"]
+            transient = sums["trained transient"]
         elif self.compiled:
             saved = sums["compiled"]
         else:
@@ -494,7 +525,7 @@ class TransformerCost(Weights):
             held=hidden_bytes,
             saved=saved + adapted + tiles,
             # Not the sum: the backward pass makes the lists at another moment than its peak.
-            transient=max(sums["transient"], making_tiles),
+            transient=max(transient, making_tiles),
             attention=attention,
             outside=sums["outside"],
             sampling=peak_of(factors["sampling"], numbers) + tiles + making_tiles,
@@ -502,6 +533,15 @@ class TransformerCost(Weights):
             forward=forward + lists,
             backward=backward + 2 * lists,
         )
+
+    def gradients_of_conditions(self, batch: BatchShape, size: int) -> float:
+        """Bytes of the gradients of tensors that all blocks read, in a full fine-tune.
+
+        They are sums over the blocks, so they live as long as the backward pass. Only embeddings of
+        timesteps per token are large.
+        """
+        factor = self._factors(batch, size)["outside"].get("token width", 0.0)
+        return float(factor * product_of("token width", self._numbers(batch)))
 
     def _factors(self, batch: BatchShape, size: int) -> Mapping[str, Any]:
         """The part of the table for a compute dtype of `size` bytes."""

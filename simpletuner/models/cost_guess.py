@@ -125,6 +125,7 @@ def _bytes_in(dtype: str) -> dict[str, Any]:
         "trained": TRAINED[dtype],
         "compiled": SAVED[dtype],
         "transient": TRANSIENT[dtype],
+        "trained transient": TRANSIENT[dtype],
         "outside": OUTSIDE[dtype],
         "sampling": [SAMPLING[dtype]],
         "traffic": traffic,

@@ -41,7 +41,8 @@ class CostTable:
             `trained`: what a stock block saves in a full fine-tune;
             `reads`: layers whose input is saved only for an adapter, each with the first layer
                 that reads the same input (a mapping of names);
-            `transient`: additional memory of the backward pass;
+            `transient`, `trained transient`: additional memory of the backward pass of a stock
+                block, with frozen weights and in a full fine-tune, without gradients of weights;
             `outside`: tensors that live for the whole step;
             `sampling`: phases of a forward pass without gradients, whose largest is its peak (a
                 list of sums);

@@ -164,7 +164,7 @@ class Peak:
         peak = memory.peak
         if self.phase == TRAINING:
             # The gradients are still there, and step 1 adds the temporaries of an update.
-            updating = self.budget.model.update_bytes * _numbers(self.optimizer)
+            updating = self.budget.model.update_tensors * _local_bytes(self.optimizer)
             peak = max(peak, memory.now + updating)
         memory.reset_peak()
         return peak
@@ -198,7 +198,11 @@ def coming_state(optimizer: Optimizer, budget: Budget) -> float:
     is_resumed = bool(optimizer.state)
     if is_resumed or budget.config.offload.offload_optimizer_state:
         return 0.0
-    return budget.model.state_bytes * _numbers(optimizer)
+    size = 0.0
+    for weight in _weights(optimizer):
+        dtype = "bf16" if weight.dtype == torch.bfloat16 else "fp32"
+        size += budget.model.state_bytes(dtype) * local(weight).numel()
+    return size
 
 
 def _weights(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -206,9 +210,9 @@ def _weights(optimizer: Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-def _numbers(optimizer: Optimizer) -> int:
-    """Number of elements that the optimizer updates in this process."""
-    return sum(local(weight).numel() for weight in _weights(optimizer))
+def _local_bytes(optimizer: Optimizer) -> int:
+    """Bytes of the weights that the optimizer updates in this process."""
+    return sum(local(weight).nbytes for weight in _weights(optimizer))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import json
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -61,6 +61,25 @@ def _header(path: Path, size: int, mtime_ns: int) -> dict[str, tuple[str, Shape]
     except SafetensorError as error:
         advice = "download it again, if by git then with git lfs"
         raise WeightsError(f"is not a complete safetensors file ({error}); {advice}") from None
+
+
+def first_rows_fit_bf16(path: Path, names: Sequence[str]) -> bool:
+    """Whether bf16 represents the first row of these weights of a safetensors file exactly."""
+    header = weights_header(path)
+    dtypes = {header[name][0] for name in names}
+    if dtypes <= {"BF16"}:
+        return True
+    if not dtypes <= {"BF16", "F32"}:
+        return False
+    with safe_open(path, "np") as file:
+        for name in names:
+            if header[name][0] == "BF16":
+                continue
+            row = file.get_slice(name)[:1]
+            # bf16 is the upper half of a float32.
+            if (row.view("uint32") & 0xFFFF).any():
+                return False
+    return True
 
 
 def weights_fault(folder: Path) -> str | None:

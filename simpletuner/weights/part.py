@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from simpletuner.weights.files import (
     NO_WEIGHTS,
     WEIGHT_SUFFIXES,
     Shape,
+    first_rows_fit_bf16,
     pickled_shapes,
     read_object,
     tensor_shapes,
@@ -118,6 +119,21 @@ class Part:
                 shapes |= shapes_of(path)
             return shapes
         return {}
+
+    def fits_bf16(self, is_chosen: Callable[[str], bool]) -> bool:
+        """Whether bf16 represents all chosen weights on this machine exactly.
+
+        Judged by the first row of each: if weights were rounded to bf16, then all of their rows.
+        """
+        folder = self.local_folder()
+        if folder is None:
+            return False
+        files = [path for path in sorted(folder.glob("*.safetensors")) if self._has_variant(path)]
+        for path in files:
+            chosen = tuple(name for name in tensor_shapes(path) if is_chosen(name))
+            if not first_rows_fit_bf16(path, chosen):
+                return False
+        return bool(files)
 
     def weight_files(self) -> dict[str, Path]:
         """The safetensors file of each weight, as diffusers selects them.

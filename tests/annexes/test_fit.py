@@ -21,8 +21,8 @@ from simpletuner.budget.budget import (
     with_strips,
 )
 from simpletuner.budget.device import DEVICE_OVERHEAD, FRAGMENTS, HOST_BASE, Device, rates_of
-from simpletuner.budget.estimate import FLOAT32_SHARE
 from simpletuner.budget.phases import LOADING, PREVIEWS
+from simpletuner.budget.step_cost import FLOAT32_SHARE
 from simpletuner.budget.workload import Bucket, Parts, Workload, kernels_on
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import RunConfig
@@ -330,6 +330,21 @@ def test_auto_keeps_as_many_blocks_resident_as_fit() -> None:
     ]
 
 
+def test_auto_keeps_the_blocks_that_fit_with_modulation_in_bf16() -> None:
+    narrow = budget(gpu(9), speed="auto")
+    unknown = replace(narrow.parts.transformer, modulation=frozenset())
+    wide = replace(narrow, parts=replace(narrow.parts, transformer=unknown))
+
+    chosen = choose(narrow)
+    fewer = choose(wide).config.offload.group_offload_resident_blocks
+
+    resident = chosen.config.offload.group_offload_resident_blocks
+    assert resident > fewer > 0
+    assert not chosen.shortages(headroom=HEADROOM)
+    more = {"group_offload_resident_blocks": resident + 1}
+    assert chosen.under(more, "test").shortages(headroom=HEADROOM)
+
+
 def test_auto_quantises_to_8_bits_last() -> None:
     small = gpu(6)
     as_is = choose(budget(small))
@@ -527,9 +542,10 @@ def test_auto_offloads_inputs_alone_where_weights_cannot_stream() -> None:
         "optimizer_release_gradients": False,
     }
     settings |= {"optimizer": "adamw_bf16"}
-    assert budget(gpu(33), **settings).shortages(headroom=HEADROOM)
+    long = replace(LITE, frames=241)
+    assert budget(gpu(50), long, **settings).shortages(headroom=HEADROOM)
 
-    chosen = choose(budget(gpu(33), **settings))
+    chosen = choose(budget(gpu(50), long, **settings))
     assert not chosen.shortages(headroom=HEADROOM)
     assert chosen.decisions[0].startswith(
         "offload_block_inputs true: the blocks are checkpointed, and their inputs are kept"

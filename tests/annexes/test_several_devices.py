@@ -11,8 +11,8 @@ import pytest
 from simpletuner.annexes.fitting.fit import check_fit, check_sharded_lora, choose, smallest_change
 from simpletuner.annexes.fitting.ready import check_devices
 from simpletuner.budget.budget import Budget
+from simpletuner.budget.communication import sent_bytes
 from simpletuner.budget.device import HOST_BASE
-from simpletuner.budget.estimate import sent_bytes
 from simpletuner.budget.workload import Bucket
 from simpletuner.planning.techniques.spec import TechniqueCost
 from tests.annexes.test_fit import LEANEST, budget, gpu
@@ -33,7 +33,10 @@ def test_ddp_needs_the_memory_of_one_process_per_device() -> None:
 
     group = budget(gpu(80), num_processes=8)
 
-    assert [phase.device for phase in group.phases] == [phase.device for phase in single.phases]
+    assert peak(group, "loading").device == peak(single, "loading").device
+    # DDP keeps the gradients in buckets, from the first block of the backward pass to the last.
+    more = peak(group, "training").device - peak(single, "training").device
+    assert 0 < more < group.model.bucket_bytes
     assert (peak(single, "training").host, peak(group, "training").host) == (
         HOST_BASE,
         8 * HOST_BASE,
@@ -57,17 +60,19 @@ def test_processes_of_a_machine_share_streamed_weights(machines: int, local: int
 
 
 def test_shards_shrink_with_the_number_of_processes() -> None:
-    peaks = [
-        peak(budget(gpu(80), **FULL, fsdp_enable=True, num_processes=count), "training").device
-        for count in (1, 2, 4)
+    budgets = [
+        budget(gpu(80), **FULL, fsdp_enable=True, num_processes=count) for count in (1, 2, 4)
     ]
+    peaks = [peak(sharded, "training").device for sharded in budgets]
 
-    state = budget(gpu(80), **FULL).steps[0].memory.trained
+    _, halves, quarters = (sharded.steps[0].memory for sharded in budgets)
 
     assert peaks[0] == peak(budget(gpu(80), **FULL), "training").device, (
         "one process has nothing to shard"
     )
-    assert peaks[1] - peaks[2] == pytest.approx(state / 2 - state / 4)
+    assert halves.trained == 2 * quarters.trained
+    assert halves.gradients == 2 * quarters.gradients
+    assert peaks[1] - peaks[2] == pytest.approx(quarters.trained + quarters.gradients)
 
 
 def test_weights_are_in_host_memory_once() -> None:

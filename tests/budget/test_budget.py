@@ -213,8 +213,10 @@ def test_weights_offloaded_to_disk_need_disk_space_instead_of_memory(
         workspace, capsys, "--device-memory=80", "group_offload_to_disk_path=waiting"
     )
     assert not any("offloaded weights" in line for line in in_memory)
-    assert any("offloaded weights up to 24.0 GB" in line for line in on_disk)
-    assert host(in_memory) - host(on_disk) == pytest.approx(24.0, abs=0.1), "blocks of float32"
+    assert any("offloaded weights up to 22.8 GB" in line for line in on_disk)
+    assert host(in_memory) - host(on_disk) == pytest.approx(22.8, abs=0.1), (
+        "blocks of float32, but for their modulation"
+    )
 
 
 @pytest.mark.parametrize(("compressed", "ratio"), [(True, 0.8), (False, 1.0)])

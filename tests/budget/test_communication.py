@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from simpletuner.budget.communication import Sent, exchange_seconds, sent_bytes
 from simpletuner.budget.device import Device, rates_of
-from simpletuner.budget.estimate import Sent, StepModel, exchange_seconds, sent_bytes
+from simpletuner.budget.step_memory import StepModel
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.models.cost import Adapters, TransformerCost
 from simpletuner.models.cost_table import CostTable

@@ -10,13 +10,15 @@ import torch
 from torch import nn
 
 from simpletuner.budget.device import Device, rates_of
-from simpletuner.budget.estimate import Step, StepModel
+from simpletuner.budget.step_cost import Step
+from simpletuner.budget.step_memory import StepModel
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.optimizers import OPTIMIZERS
 from simpletuner.config.schema import OptimizerName, RunConfig
 from simpletuner.config.speed import checkpointed_blocks
 from simpletuner.errors import Problems
 from simpletuner.models.cost import (
+    BYTES,
     NO_ADAPTERS,
     Adapters,
     BatchShape,
@@ -340,8 +342,14 @@ def test_int8_halves_linear_weights(lite: TransformerCost) -> None:
 
 def test_full_fine_tune_trains_every_weight(lite: TransformerCost) -> None:
     model = full(lite, optimizer="adamw_bf16")
+    # Kandinsky computes modulation in float32, and so trains it in float32.
+    wide = lite.float32_parameters
+    narrow = lite.parameters - wide
+    assert wide == pytest.approx(0.279e9, rel=0.01)
     assert model.frozen_bytes == 0
-    assert model.trained_bytes == lite.parameters * (2 + 2 + 8)
+    assert model.trained_bytes == narrow * (2 + 8) + wide * (4 + 8)
+    assert model.gradient_bytes == narrow * 2 + wide * 4
+    assert model.checkpoint_bytes(copies=1) == model.trained_bytes
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
@@ -354,7 +362,10 @@ def test_moving_average_is_counted_where_it_is_kept(
     assert more == (4 * lite.parameters if place == "device" else 0)
     elsewhere: Literal["device", "host"] = "host" if place == "device" else "device"
     memory = averaged.average_memory(place)
-    assert (memory.kept, memory.waiting) == (4 * lite.parameters, 2 * lite.parameters)
+    assert (memory.kept, memory.waiting) == (4 * lite.parameters, plain.trained_weights)
+    assert averaged.checkpoint_bytes(1) - plain.checkpoint_bytes(1) == (
+        4 * lite.parameters + plain.trained_weights
+    )
     assert averaged.average_memory(elsewhere).kept == plain.average_memory(place).kept == 0
 
 
@@ -362,7 +373,7 @@ def test_full_model_is_saved_shard_by_shard(lite: TransformerCost) -> None:
     pro = VIDEO_COST.of_flavour("t2v-pro-sft-5s-hd")
     model = full(lite)
 
-    assert model.saving_bytes == 2 * lite.parameters
+    assert model.saving_bytes == model.trained_weights < 5e9
     assert replace(model, cost=pro).saving_bytes == 5e9 < 2 * pro.parameters
 
 
@@ -390,14 +401,12 @@ def test_temporaries_of_an_update_are_counted(
     if is_full:
         setup = replace(setup, adapters=NO_ADAPTERS)
     updated = under(setup, optimizer=name)
-    assert updated.update_bytes == bytes_per_number
+    assert updated.update_tensors * BYTES[updated.trained_dtype] == bytes_per_number
     memory = updated.memory(LOAD)
-    numbers = lite.parameters if is_full else lite.adapter_parameters(setup.adapters)
-    temporary = bytes_per_number * numbers
-    assert memory.update == pytest.approx(
-        max(0, temporary - memory.inputs - memory.block - memory.outside)
-    )
-    assert (memory.update > 0) == (name == "adamw_schedulefree")
+    # A full fine-tune with an optimizer of float32 weights has its peak there.
+    is_peak = name == "adamw_schedulefree"
+    assert memory.update == (bytes_per_number * lite.parameters if is_peak else 0)
+    assert (memory.inputs == memory.block == memory.outside == 0) == is_peak
 
 
 TRIED: list[OptimizerName] = [
@@ -437,6 +446,60 @@ def test_state_bytes_equal_those_of_the_real_optimizer(
     ]
 
     assert (
-        StepModel(lite, config).state_bytes
+        StepModel(lite, config).state_bytes("bf16" if dtype == torch.bfloat16 else "fp32")
         == sum(tensor.nbytes for tensor in tensors) / weight.numel()
     )
+
+
+def test_gradients_appear_while_activations_go(lite: TransformerCost) -> None:
+    """The peak is at the last block with many tokens, at the first with few."""
+    model = full(lite, gradient_checkpointing=False)
+    many = model.memory(LOAD)
+    few = model.memory(BatchShape(1, 1, 8, 8, 64))
+
+    unit = max(model.block_gradients)
+    assert many.gradients < 2 * unit
+    assert few.gradients == pytest.approx(model.gradient_bytes)
+    activations = model.activations(LOAD)
+    assert many.inputs == pytest.approx(sum(block.saved + block.held for block in activations))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"gradient_accumulation_steps": 2}, {"num_processes": 2}], ids=["steps", "ddp"]
+)
+def test_gradients_of_earlier_passes_and_buckets_are_there_all_the_time(
+    lite: TransformerCost, settings: dict[str, object]
+) -> None:
+    model = full(lite, gradient_checkpointing=False, **settings)
+
+    assert model.memory(LOAD).gradients == model.gradient_bytes
+    assert model.bucket_bytes == (model.gradient_bytes if "num_processes" in settings else 0)
+
+
+def test_released_gradients_are_those_of_one_block(lite: TransformerCost) -> None:
+    released = {
+        "optimizer_release_gradients": True,
+        "max_grad_norm": 1.0,
+        "grad_clip_method": "value",
+    }
+    model = full(lite, **released)
+    outside = model.gradient_bytes - sum(model.block_gradients)
+
+    assert model.memory(LOAD).gradients == pytest.approx(max(model.block_gradients) + outside)
+
+
+@pytest.mark.parametrize(
+    ("flavour", "gigabytes"),
+    [("t2v-lite-sft-5s", 0.55), ("t2i-lite-sft", 1.22), ("t2v-pro-sft-5s-hd", 4.75)],
+)
+def test_frozen_modulation_that_fits_bf16_takes_half(flavour: str, gigabytes: float) -> None:
+    cost = VIDEO_COST.of_flavour(flavour)
+    stored = under(lora(cost, KANDINSKY), speed="auto")
+    unknown = replace(stored, cost=replace(cost, modulation=frozenset()))
+
+    assert unknown.frozen_bytes - stored.frozen_bytes == pytest.approx(gigabytes * 1e9, rel=0.02)
+    assert under(stored, speed="reference").frozen_bytes == unknown.frozen_bytes
+    adapted = lora(cost, [*KANDINSKY, "visual_modulation.out_layer"])
+    assert under(adapted, speed="auto").frozen_bytes == unknown.frozen_bytes
+    trained = replace(stored, adapters=NO_ADAPTERS)
+    assert trained.trained_bytes == replace(unknown, adapters=NO_ADAPTERS).trained_bytes

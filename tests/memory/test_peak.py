@@ -12,7 +12,7 @@ from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.models import cost_of
-from simpletuner.budget.estimate import StepModel
+from simpletuner.budget.step_memory import StepModel
 from simpletuner.memory.quantisation.layers import QuantisedLinear, linear_layers
 from simpletuner.memory.quantisation.scaled_rows import ScaledRows
 from simpletuner.models.cost import Adapters, BatchShape, Kernels, TransformerCost
@@ -25,46 +25,12 @@ from simpletuner.models.lora_layers import linear_modules, matching_modules
 from simpletuner.models.sanavideo.cost import COST as SANA_COST
 from simpletuner.models.sequence import SequenceGroup, TokenSplit
 from simpletuner.speed.recomputation import enable_checkpointing
-from simpletuner.training.release import GradientRelease
-from simpletuner.training.update import build_optimizer
-from tests.budget.test_estimate import make_config, under
+from tests.budget.test_estimate import make_config
+from tests.tools.fake_runs import KANDINSKY, SANA, kandinsky_inputs, sana_inputs
 from tests.tools.peak_memory import fake_step, hollow, peak_of_step
 from tests.tools.tiny import NABLA
 
 BF16 = torch.bfloat16
-KANDINSKY = ["to_query", "to_key", "to_value"]
-SANA = ["to_q", "to_k", "to_v", "to_out.0"]
-
-
-def kandinsky_inputs(load: BatchShape, channels: int) -> dict[str, Any]:
-    return {
-        "hidden_states": torch.empty(
-            load.samples, load.frames, 2 * load.height, 2 * load.width, channels, dtype=BF16
-        ),
-        "encoder_hidden_states": torch.empty(load.samples, load.text, 3584, dtype=BF16),
-        "pooled_projections": torch.empty(load.samples, 768, dtype=BF16),
-        "timestep": torch.zeros(load.samples),
-        "visual_rope_pos": [
-            torch.arange(load.frames),
-            torch.arange(load.height),
-            torch.arange(load.width),
-        ],
-        "text_rope_pos": torch.arange(load.text),
-        "return_dict": False,
-    }
-
-
-def sana_inputs(load: BatchShape) -> dict[str, Any]:
-    shape = (load.samples, 1, load.frames, load.height, load.width)
-    return {
-        "hidden_states": torch.empty(
-            load.samples, 16, load.frames, 2 * load.height, 2 * load.width, dtype=BF16
-        ),
-        "encoder_hidden_states": torch.empty(load.samples, load.text, 2304, dtype=BF16),
-        "encoder_attention_mask": torch.ones(load.samples, load.text, dtype=torch.long),
-        "timestep": torch.zeros(shape) if load.timed_tokens else torch.zeros(load.samples),
-        "return_dict": False,
-    }
 
 
 def train(model: Any, cost: TransformerCost, adapters: Adapters, checkpointed: bool) -> Any:
@@ -218,55 +184,6 @@ def use_levels(model: nn.Module, levels: torch.dtype) -> None:
             path,
             QuantisedLinear(layer, (ScaledRows(rounds_inputs=True, rounds_gradients=True), packed)),
         )
-
-
-@pytest.mark.parametrize(
-    ("flavour", "load"),
-    [
-        ("t2v-lite-sft-5s", BatchShape(1, 16, 32, 48, 256)),
-        ("2b-480p", BatchShape(1, 21, 30, 52, 300)),
-    ],
-    ids=["lite", "sana"],
-)
-def test_the_planned_peak_of_released_gradients_equals_the_measured_one(
-    flavour: str, load: BatchShape, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Activations, and the gradients of a block instead of all. Blocks are taken to need as much
-    more memory in their backward pass as beside a LoRA, which is a little too much."""
-    is_sana = flavour == "2b-480p"
-    family = SANA_COST if is_sana else VIDEO_COST
-    settings = {**family.published(flavour), "num_layers" if is_sana else "num_visual_blocks": 4}
-    with torch.device("meta"):
-        model: Any = (SanaVideoTransformer3DModel if is_sana else Kandinsky5Transformer3DModel)(
-            **settings
-        )
-    cost = cost_of(family, model)
-    model.enable_gradient_checkpointing(
-        lambda block, *rest: checkpoint(block, *rest, use_reentrant=False)
-    )
-    config = make_config(
-        model_type="full",
-        optimizer="optimi-sgd",
-        max_grad_norm=1.0,
-        optimizer_release_gradients=True,
-    )
-    with fake_step(monkeypatch):
-        hollow(model, lambda path, parameter: torch.float32 if cost.stays_float32(path) else BF16)
-        optimizer = build_optimizer(model.parameters(), config.optimizer, "bf16", 1e-3)
-        release = GradientRelease(dict(model.named_parameters()), optimizer, config.optimizer)
-        with release.updating():
-            metered = peak_of_step(
-                model.train(),
-                sana_inputs(load) if is_sana else kandinsky_inputs(load, _channels(settings)),
-            )
-    setup = StepModel(cost, config)
-    planned = setup.memory(load)
-    beside_weights = planned.total - (2 + setup.state_bytes) * cost.parameters
-
-    assert 0.95 <= beside_weights / metered <= 1.15
-
-    kept = under(setup, optimizer_release_gradients=False).memory(load)
-    assert kept.trained - planned.trained > 0.7 * 2 * cost.parameters
 
 
 def _channels(settings: dict[str, object]) -> int:

@@ -165,7 +165,7 @@ def test_a_rehearsal_allocates_optimizer_state_for_the_local_shard() -> None:
     sharded = distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0)], src_data_rank=None)
     optimizer: Any = torch.optim.SGD([torch.nn.Parameter(sharded)])
     budget: Any = SimpleNamespace(
-        model=SimpleNamespace(state_bytes=8.0),
+        model=SimpleNamespace(state_bytes=lambda dtype: 8.0),
         config=SimpleNamespace(offload=OffloadConfig()),
     )
 
@@ -274,7 +274,7 @@ def test_a_step_and_a_preview_that_meet_are_rehearsed_together(
     )
     budget: Any = SimpleNamespace(
         phases=[],
-        model=SimpleNamespace(state_bytes=0.0, update_bytes=0.0),
+        model=SimpleNamespace(state_bytes=lambda dtype: 0.0, update_tensors=0),
         config=SimpleNamespace(offload=OffloadConfig()),
     )
 

@@ -329,7 +329,7 @@ def test_a_technique_can_be_switched_on_or_off_on_resume(
 
 
 def test_the_plan_counts_memory_and_flops_of_the_module() -> None:
-    from simpletuner.budget.estimate import StepModel
+    from simpletuner.budget.step_memory import StepModel
     from simpletuner.models.cost import Adapters, BatchShape
     from simpletuner.models.registry import FAMILIES
     from tests.budget.test_estimate import make_config

@@ -46,10 +46,14 @@ class Peak(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and self.counts(tensor):
                 self._count(tensor.untyped_storage())
         self.moments.append(self.now)
         return result
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether a result of an operation counts."""
+        return True
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         address = storage._cdata

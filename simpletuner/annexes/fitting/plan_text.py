@@ -435,7 +435,7 @@ def _bucket_lines(budget: Budget, layout: Layout) -> Iterator[str]:
             f"{step.cost.executed.total / 1e12:.3g}",
             # The columns of memory add up to the peak of the step.
             gigabytes(memory.weights),
-            gigabytes(memory.trained + memory.update),
+            gigabytes(memory.trained + memory.gradients + memory.update),
             gigabytes(memory.inputs),
             gigabytes(memory.block + memory.outside),
             duration_text(step.cost.seconds),

@@ -26,6 +26,8 @@ QWEN = 8_292_166_656
 QWEN_HEAD = 544_997_376  # of these
 QWEN_VISION = 676_550_144  # of these
 CLIP = 123_060_480
+# Float32 layers whose weights are stored in bf16 where that is exact (`blocks.store_in_bf16`).
+MODULATION = frozenset({"modulation", "text_modulation", "visual_modulation"})
 # Share of tile pairs that NABLA visits: a guess for Pro at 768x512, 121 frames, until a run has
 # measured it.
 ASSUMED_DENSITY = 0.25
@@ -69,7 +71,13 @@ def transformer_cost(
 ) -> TransformerCost:
     """The cost of a transformer with this config.json and these parameters."""
     head = head_width(settings)
-    dense = TransformerCost(cost_table_of(PACKAGE, shapes), shapes, head, compiled=kernels.compiled)
+    dense = TransformerCost(
+        cost_table_of(PACKAGE, shapes),
+        shapes,
+        head,
+        modulation=MODULATION,
+        compiled=kernels.compiled,
+    )
     if not is_sparse(settings):
         return dense
     heads = attention_heads(settings)
