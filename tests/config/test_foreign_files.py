@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from simpletuner.config import foreign_files
 from simpletuner.config.datasets import read_datasets
 from simpletuner.config.load import resolve
 from simpletuner.config.sources import EXAMPLES, locate, read_config_file, read_env_layer
@@ -46,6 +47,8 @@ def test_a_config_of_another_trainer_is_explained(
 
     (problem,) = caught.value.problems
     assert problem.message.startswith(words)
+    has_its_keys = foreign_files.AI_TOOLKIT in problem.message
+    assert has_its_keys == ("ai-toolkit" in words), "those of ai-toolkit for it alone"
 
 
 def test_settings_of_ai_toolkit_are_translated(tmp_path: Path) -> None:

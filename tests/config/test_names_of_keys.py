@@ -1,14 +1,18 @@
-"""Problems name a key that exists: the page marks its field by that name."""
+"""Keys that the program writes out exist: a misspelled one would have no effect, or no field."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import pytest
 
 import simpletuner
 from simpletuner.config.datasets import OPTIONS, VideoConfig
+from simpletuner.config.option import Option, When
 from simpletuner.config.schema import all_options
+from simpletuner.models.registry import FAMILIES
 
 PACKAGE = Path(simpletuner.__file__).parent
 REPORTS = ("error", "warn", "no_effect")
@@ -56,3 +60,31 @@ def test_a_problem_is_reported_under_a_key_that_exists() -> None:
                 unknown.append(f"{path.relative_to(PACKAGE)}:{line}: {key}")
 
     assert unknown == []
+
+
+def keys_of(condition: When | None) -> Iterator[str]:
+    """The keys on which a condition depends."""
+    while condition is not None:
+        yield from condition.keys
+        condition = condition.also
+
+
+@pytest.mark.parametrize("options", [all_options(), OPTIONS], ids=["config", "datasets"])
+def test_conditions_of_options_depend_on_keys_that_exist(options: Mapping[str, Option]) -> None:
+    named = {
+        f"{name}: {key}"
+        for name, option in options.items()
+        for condition in (*option.requires, *option.excludes)
+        for key in keys_of(condition)
+        if key not in all_options() and key not in OPTIONS
+    }
+
+    assert named == set()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_have_defaults_for_keys_that_exist(family: str) -> None:
+    spec = FAMILIES[family]
+    flavours = [key for flavour in spec.flavours for key in flavour.defaults]
+
+    assert {*spec.defaults, *flavours} <= {*all_options()}
