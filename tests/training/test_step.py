@@ -13,6 +13,7 @@ from torch import Tensor
 
 from simpletuner.config.schema import OptimizerConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
+from simpletuner.diffusion.seeds import step_seed
 from simpletuner.planning.techniques.spec import TechniqueSpec
 from simpletuner.techniques.base import Technique
 from simpletuner.training import step
@@ -255,6 +256,33 @@ def test_noise_depends_only_on_the_position_in_the_run(
         elsewhere = assembly.noise.add(batch, global_step, micro_step)
         assert not torch.equal(elsewhere.noise, first.noise)
         assert not torch.equal(elsewhere.sigmas, first.sigmas)
+
+
+def test_the_draws_of_a_step_keep_their_names(
+    t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under another name a continued run would draw other numbers."""
+    monkeypatch.undo()  # real noise
+    asked: list[str] = []
+
+    def recorded(*place: Any) -> int:
+        asked.append(place[-1])
+        return step_seed(*place)
+
+    monkeypatch.setattr("simpletuner.diffusion.seeds.step_seed", recorded)
+    assembly = make_assembly(
+        t2i_checkpoint, gradient_accumulation_steps=3, input_perturbation=0.1, noise_offset=0.1
+    )
+
+    ahead = assembly.noise.draw_ahead(make_batch(t2i_checkpoint, CAPTIONS), 4 * 3 + 1)
+    assembly.noise.add(ahead, 4, 1)
+
+    assert {*asked} == {"forward", "slices", "sigmas", "noise", "perturbation", "offset"}
+    assert ahead.noise is not None
+    for number, noise in enumerate(ahead.noise):
+        seed = step_seed(assembly.settings.seed, 4, 1, number, "noise")
+        alone = torch.Generator().manual_seed(seed)
+        assert torch.equal(noise, torch.randn(noise.shape, generator=alone))
 
 
 def test_a_timestep_offset_raises_the_noise_levels_of_its_dataset(
