@@ -239,6 +239,7 @@ def test_a_prompt_may_name_the_picture_that_it_starts_from(tmp_path: Path) -> No
         ({"picture": ""}, "'picture' of 'a': '' names no file."),
         ({"picture": "no.png"}, "'picture' of 'a': 'no.png' does not exist."),
         ({"picture": "/"}, "'picture' of 'a': '/' "),
+        ({"picture": "a" * 300}, "'picture' of 'a': 'aaa"),  # too long for a file system
         ({"sead": 1}, "'sead' of 'a' is not a known key (prompt, seed, guidance, resolution,"),
     ],
 )
