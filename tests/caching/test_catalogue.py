@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
@@ -50,10 +51,11 @@ def test_the_conversions_of_a_picture_in_a_prompt_are_part_of_its_key() -> None:
     assert picture_fingerprint(converted) != fingerprint
 
 
-def test_captions_are_cached_after_cleaning(tmp_path: Path) -> None:
-    caches = DatasetCaches(tmp_path / "latents", tmp_path / "texts", compress=True)
-    catalogue = Catalogue(
-        {"pictures": caches},
+def make_catalogue(tmp_path: Path, **caches: Any) -> Catalogue:
+    """The catalogue of one dataset, `pictures`, whose captions lose their blanks."""
+    latents = tmp_path / "latents"
+    return Catalogue(
+        {"pictures": DatasetCaches(latents, tmp_path / "texts", compress=True, **caches)},
         tmp_path / "texts",
         True,
         ENCODER,
@@ -64,6 +66,18 @@ def test_captions_are_cached_after_cleaning(tmp_path: Path) -> None:
         clean=str.strip,
         prompt_holds_picture=False,
     )
+
+
+def test_captions_are_completed_and_prompts_are_not(tmp_path: Path) -> None:
+    catalogue = make_catalogue(tmp_path, complete=lambda caption: f"{caption} in motion")
+
+    assert catalogue.text("pictures", "a cat", None).key.caption == "a cat in motion"
+    assert catalogue.text("pictures", "blurry", None, negative=True).key.caption == "blurry"
+    assert catalogue.text(None, "a dog", None).key.caption == "a dog"
+
+
+def test_captions_are_cached_after_cleaning(tmp_path: Path) -> None:
+    catalogue = make_catalogue(tmp_path)
 
     padded = catalogue.text("pictures", " a cat ", None)
     blank = catalogue.text("pictures", "  ", None)

@@ -629,3 +629,24 @@ def test_ddp_does_not_split_compiled_functions() -> None:
 
     with ThreadPoolExecutor() as pool:
         assert [splits(), pool.submit(splits).result()] == [False, False]
+
+
+@pytest.mark.parametrize("sampling", [False, True])
+def test_a_verified_block_samples_compiled_if_it_is_told_to(sampling: bool) -> None:
+    block = nn.Linear(3, 3)
+    ran: list[str] = []
+
+    def compiled(hidden: Tensor) -> Tensor:
+        ran.append("compiled")
+        return nn.functional.linear(hidden, block.weight, block.bias)
+
+    forward = CheckedForward(block, lambda function: compiled, {}, sampling)
+    hidden = torch.randn(2, 3)
+
+    with torch.no_grad():
+        forward(hidden)  # verified by the first inputs
+        ran.clear()
+        sampled = forward(hidden)
+
+    assert ran == ["compiled"] * sampling
+    assert torch.equal(sampled, block(hidden))
