@@ -83,7 +83,7 @@ const char *cudaGetErrorString(cudaError_t error) {
 
 cudaError_t cudaGetDeviceCount(int *count) {
     const char *visible = getenv("CUDA_VISIBLE_DEVICES");
-    *count = visible == NULL || strcmp(visible, "0") == 0;
+    *count = visible == NULL || visible[0] == '0' || strncmp(visible, "GPU-", 4) == 0;
     return *count ? cudaSuccess : cudaErrorNoDevice;
 }
 
