@@ -160,6 +160,8 @@ def test_tests_of_the_room_the_importers_and_the_words_belong_to_a_fault(
         "tests/room/test_part.py::test_a_whole_run_is_limited",
     ]
     assert [test.name for test in Suite(tmp_path).belonging(fault, 0.5)] == names[:1]
+    others = Suite(tmp_path, [f"{names[0]}[a case that fails anyway]"]).belonging(fault, 60)
+    assert names[0] not in [test.name for test in others]
 
 
 def test_only_what_tests_look_at_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

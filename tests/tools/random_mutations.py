@@ -245,22 +245,33 @@ def main(count: int, seed: int, parts: Sequence[str], places: Sequence[str], sec
         else:
             print(f"equivalent {fault.place}: {reason}", flush=True)
 
-    verdicts = []
     import tests.tools.preload  # noqa: F401 - for the forks
 
     # A short name, since tests put sockets below it.
     with tempfile.TemporaryDirectory(prefix="m-") as name:
-        folder = Path(name)
         os.environ["TMPDIR"] = tempfile.tempdir = name  # for what faults leave behind
-        for verdict in judge_all(counted, folder, Suite(ROOT), seconds):
+        verdicts = judge_soundly(counted, Path(name), seconds)
+    judged = [verdict for verdict in verdicts if verdict.how != BROKEN]
+    return conclude(seed, len(faults), judged)
+
+
+def judge_soundly(faults: Sequence[Fault], folder: Path, seconds: float) -> list[Verdict]:
+    """Judge faults; once more, without them, where the killers fail without any fault, too."""
+    verdicts: list[Verdict] = []
+    red: set[str] = set()
+    for attempt in ("first", "again"):
+        (folder / attempt).mkdir()
+        waiting = [fault for fault in faults if fault not in [each.fault for each in verdicts]]
+        for verdict in judge_all(waiting, folder / attempt, Suite(ROOT, red), seconds):
             print(line_of(verdict), flush=True)
             verdicts.append(verdict)
-        red = red_without(verdicts, folder)
-    for verdict in verdicts:
-        if verdict.killer in red:
-            print(f"UNJUDGED {verdict.fault.place}: {verdict.killer} fails without it, too")
-    judged = [each for each in verdicts if each.killer not in red and each.how != BROKEN]
-    return conclude(seed, len(faults), judged)
+        red = red_without(verdicts, folder / attempt)
+        for test in sorted(red):
+            print(f"{test} fails without a fault, too")
+        if not red:
+            break
+        verdicts = [verdict for verdict in verdicts if verdict.killer not in red]
+    return verdicts
 
 
 def line_of(verdict: Verdict) -> str:
