@@ -97,13 +97,24 @@ def test_a_dataset_file_of_another_trainer_is_explained(
     assert words in problem.message
 
 
-def test_the_folder_of_a_foreign_dataset_file_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        (KOHYA, "For its folder: `simpletuner start cats`."),
+        (MUSUBI, "For its folder: `simpletuner start clips`."),
+        (DIFFUSION_PIPE, "For its folder: `simpletuner start pictures`."),
+        (DIFFUSION_PIPE + '[[directory]]\npath = "more"\n', "Its folders: pictures, more."),
+    ],
+)
+def test_the_folders_of_a_foreign_dataset_file_are_named(
+    tmp_path: Path, text: str, advice: str
+) -> None:
     problems = Problems()
-    (tmp_path / "data.toml").write_text(KOHYA)
+    (tmp_path / "data.toml").write_text(text)
 
     read_datasets(tmp_path / "data.toml", problems, placeholders={})
 
-    assert problems[0].message.endswith("For its folder: `simpletuner start cats`.")
+    assert problems[0].message.endswith(advice)
 
 
 def test_a_toml_config_of_this_program_is_read(tmp_path: Path) -> None:
