@@ -38,6 +38,18 @@ TINY = [
 ]
 
 
+@pytest.mark.parametrize("build", [build_image_vae, partial(build_video_vae, 16)])
+def test_strips_reach_every_residual_block(build: Callable[[], Any]) -> None:
+    vae = build()
+
+    decode_in("strips", vae, 8)
+
+    blocks = [module for module in vae.modules() if isinstance(module, decoding.RESNETS)]
+    assert blocks
+    assert all("forward" in vars(block) for block in blocks)
+    assert "forward" in vars(vae.decoder.conv_out)
+
+
 @pytest.mark.slow(1)
 @pytest.mark.parametrize(("build", "shape", "stride", "pixels"), TINY)
 @torch.no_grad()

@@ -133,15 +133,6 @@ def test_picture_key_on_a_text_cache_is_a_warning(workspace: Workspace, capsys: 
     ]
 
 
-def test_an_object_that_is_switched_off_is_a_warning(workspace: Workspace, capsys: Capture) -> None:
-    off = {**DATASETS[0], "caption_shuffle": {"enable": False, "count": 2}}
-    workspace.write_datasets([off, DATASETS[1]])
-
-    warnings = plan_warnings(workspace, capsys, {})
-
-    assert "pictures.caption_shuffle: has no effect without enable: true." in warnings
-
-
 def test_dataset_keys_with_effect_are_not_reported(workspace: Workspace, capsys: Capture) -> None:
     acting = {
         "crop": True,
