@@ -9,7 +9,7 @@ import pytest
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.sources import EXTRA_ARGUMENTS, Arguments, parse_arguments
 from simpletuner.config.techniques.tread import TreadConfig
-from simpletuner.errors import Problems
+from simpletuner.errors import ConfigError, Problems
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +85,18 @@ def test_a_bare_name_of_a_config_is_answered_with_env(
         "push-to-hub: needs a value: push-to-hub=true.",
         "lora_rank: needs a value: lora_rank=VALUE.",
     ]
+
+
+def test_a_bare_word_is_reported_without_the_config_that_it_means(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = parse_arguments(["demo"])
+
+    with pytest.raises(ConfigError) as caught:
+        arguments.layers(arguments.problems)
+
+    assert [problem.where for problem in caught.value.problems] == ["demo"]
 
 
 def test_a_selector_without_a_value_is_an_error() -> None:
