@@ -106,6 +106,18 @@ def test_the_first_steps_are_not_judged() -> None:
     assert run.notices == []
 
 
+def test_the_third_step_after_a_pause_is_judged() -> None:
+    run = Run()
+    run.steps(ENOUGH * 2, 1.0)
+
+    for _ in range(RECENT):
+        run.steps(1, 1.0, pause=5.0)
+        run.steps(1, 1.0)
+        run.steps(1, 2.0)
+
+    assert len(run.notices) == 1
+
+
 def test_steps_after_a_pause_are_not_judged() -> None:
     run = Run()
     run.steps(ENOUGH * 2, 1.0)
