@@ -36,6 +36,17 @@ def test_dashes_and_aliases_lead_to_the_same_key() -> None:
         assert (config.checkpoints.checkpoint_step_interval, problems) == (20, [])
 
 
+@pytest.mark.parametrize(("last_wins", "kept"), [(False, 2), (True, 5)])
+def test_a_null_unsets_another_spelling_on_the_command_line_alone(
+    last_wins: bool, kept: int
+) -> None:
+    config, _ = load(
+        ("checkpoints_total_limit", 2), ("save_total_limit", None), last_wins=last_wins
+    )
+
+    assert config.checkpoints.checkpoints_total_limit == kept
+
+
 def test_null_and_empty_text_mean_unset() -> None:
     config, problems = load(("learning_rate", None), ("tracker_run_name", ""), ("optimizer", ""))
 
