@@ -90,7 +90,9 @@ def verify(context: typer.Context) -> None:
         damaged += len(verification.damaged)
     forget_verifications(folders)
     if damaged:
-        raise UserError(f"{damaged} damaged entries; the next run encodes them again.")
+        entries = counted(damaged, "damaged entry", "damaged entries")
+        pronoun = "it" if damaged == 1 else "them"
+        raise UserError(f"{entries}; the next run encodes {pronoun} again.")
     if folders:
         typer.echo(f"Every entry in {', '.join(map(str, folders))} is intact.")
     else:

@@ -57,7 +57,7 @@ def test_verify_reads_every_entry(filled: Workspace, capsys: Capture) -> None:
     damage(broken)
     assert (
         complaint(filled, capsys, "cache", "verify")
-        == "1 damaged entries; the next run encodes them again."
+        == "1 damaged entry; the next run encodes it again."
     )
     assert filled.run("cache", "fill") == 0
 

@@ -307,7 +307,8 @@ class Uploads(Companion):
             )
         except subprocess.CalledProcessError as error:
             output = (error.stderr or error.stdout).strip()[-500:]
-            self.events.notify(f"{key} exited with code {error.returncode}: {output}", warning=True)
+            end = f": {output}" if output else ", and printed nothing."
+            self.events.notify(f"{key} exited with code {error.returncode}{end}", warning=True)
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
             self.events.notify(f"{key} failed: {error}", warning=True)
 
