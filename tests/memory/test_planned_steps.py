@@ -5,6 +5,7 @@ With all weights, gradients and optimizer state.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ LOADS = {
     "2b-480p, first frame given": BatchShape(1, 21, 30, 52, 300, timed_tokens=True),
     "2b-720p": BatchShape(1, 11, 22, 40, 300),
 }
+THOROUGH = pytest.mark.thorough
 FULL = {"model_type": "full", "speed": "auto"}
 LORA = {"model_type": "lora", "speed": "auto"}
 RELEASED = {
@@ -44,8 +46,13 @@ def test_the_planned_peak_of_a_lora_is_the_metered_one(
     assert 0.97 <= run_of(name, 4, LORA).ratio(monkeypatch) <= 1.05
 
 
-@pytest.mark.slow(5)
-@pytest.mark.parametrize("name", LOADS)
+def cases(names: Collection[str], usual: Collection[str]) -> list[Any]:
+    """All names as parameters; those that are not usual are for thorough runs."""
+    return [pytest.param(name, marks=() if name in usual else THOROUGH) for name in names]
+
+
+@pytest.mark.slow(3)
+@pytest.mark.parametrize("name", cases(LOADS, ["2b-480p", "2b-480p, first frame given", "2b-720p"]))
 def test_the_planned_peak_of_a_full_fine_tune_is_the_metered_one(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,7 +61,7 @@ def test_the_planned_peak_of_a_full_fine_tune_is_the_metered_one(
     assert 0.97 <= run_of(name, blocks, FULL).ratio(monkeypatch) <= 1.05
 
 
-@pytest.mark.slow(15)
+@pytest.mark.slow(4)
 def test_a_full_fine_tune_of_lite_is_planned_to_fit_32_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of("t2v-lite-sft-5s", 0, FULL)
 
@@ -81,16 +88,22 @@ FULL_SWITCHES = {
 
 
 @pytest.mark.slow(2)
-@pytest.mark.parametrize("switch", SWITCHES.values(), ids=SWITCHES)
+@pytest.mark.parametrize("switch", cases(SWITCHES, ["no checkpoints", "kept blocks"]))
 def test_the_planned_peak_of_a_lora_follows_every_switch(
-    switch: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    switch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert 0.97 <= run_of("t2i-lite-sft", 8, {**LORA, **switch}).ratio(monkeypatch) <= 1.05
+    settings = {**LORA, **SWITCHES[switch]}
+
+    assert 0.97 <= run_of("t2i-lite-sft", 8, settings).ratio(monkeypatch) <= 1.05
 
 
 @pytest.mark.slow(2)
-@pytest.mark.parametrize("switch", FULL_SWITCHES.values(), ids=FULL_SWITCHES)
+@pytest.mark.parametrize(
+    "switch", cases(FULL_SWITCHES, ["released gradients", "accumulated gradients"])
+)
 def test_the_planned_peak_of_a_full_fine_tune_follows_every_switch(
-    switch: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    switch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert 0.97 <= run_of("t2i-lite-sft", 8, {**FULL, **switch}).ratio(monkeypatch) <= 1.05
+    settings = {**FULL, **FULL_SWITCHES[switch]}
+
+    assert 0.97 <= run_of("t2i-lite-sft", 8, settings).ratio(monkeypatch) <= 1.05
