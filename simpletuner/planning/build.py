@@ -14,7 +14,8 @@ from typing import Literal
 
 from simpletuner.config.datasets import DatasetConfig, read_datasets
 from simpletuner.config.load import Layer, canonical, resolve
-from simpletuner.config.schema import RunConfig, ValidationConfig
+from simpletuner.config.paths import home_path
+from simpletuner.config.schema import FAMILY_DEFAULT, RunConfig, ValidationConfig
 from simpletuner.config.sources import Arguments, dataset_file
 from simpletuner.config.types import Size
 from simpletuner.data.build import build_datasets
@@ -179,11 +180,12 @@ def plan_training(arguments: Arguments, purpose: Literal["train", "caches"] = "t
     """
     report = arguments.problems
     launched = read_settings(arguments, report)
-    model, entries = find_model(launched, purpose, report)
-    run = model.config.run
-    resume = select_checkpoint(run.resume_from_checkpoint, model.output_dir, report)
+    run = launched.config.run
+    resume = select_checkpoint(run.resume_from_checkpoint, home_path(run.output_dir), report)
     if resume is not None:
-        model = replace(model, config=with_defaults_of(resume, model.config))
+        # Before the model is found, which some keys change.
+        launched = replace(launched, config=with_defaults_of(resume, launched.config))
+    model, entries = find_model(launched, purpose, report)
     problems = checks.find_problems(model, purpose)
     report.extend(checks.worth_reporting(problems, model.config))
     previews = plan_previews(model, Rendering(), report)
@@ -327,7 +329,7 @@ def _model(
         # The pixel grid that the checkpoint needs. It is written into the config, since datasets
         # take what they leave unset from there.
         grid = {"aspect_bucket_alignment": spec.defaults["aspect_bucket_alignment"]}
-        config = replace(config, datasets=config.datasets.model_copy(update=grid))
+        config = config.with_values(grid, FAMILY_DEFAULT)
     return Model(config=config, spec=spec, flavour=flavour, source=source), entries
 
 

@@ -28,8 +28,6 @@ from simpletuner.planning.checkpoint_folder import Checkpoint
 
 # Beginning of recorded keys, before the name of an optimizer's setting, whichever key sets it.
 OPTIMIZER = "optimizer_config."
-# Defaults that the model needs, not the version: block-sparse attention needs multiples of a tile.
-OF_THE_MODEL = frozenset({"aspect_bucket_alignment"})
 
 
 def with_defaults_of(checkpoint: Checkpoint, config: RunConfig) -> RunConfig:
@@ -60,8 +58,6 @@ def changed_defaults(unset: Mapping[str, Any], config: RunConfig) -> dict[str, A
     changed: dict[str, Any] = {}
     for group, now in config.groups.items():
         for key, then in _valid(group, unset).items():
-            if key in OF_THE_MODEL:
-                continue
             if _is_default(config.origins, key) and then != getattr(now, key):
                 changed[key] = then
     return changed

@@ -104,6 +104,24 @@ def test_a_key_that_was_never_set_keeps_its_default_silently(
     assert changes(plan) == ""
 
 
+def test_a_kept_default_acts_on_the_model_too(record: Record) -> None:
+    record.write("attention_type", "dense")
+
+    plan = record.plan()
+
+    assert plan.config.family.of(KandinskyOptions).attention_type == "dense"
+    assert plan.source["transformer"].overrides == {"attention_type": "regular"}
+
+
+def test_the_pixel_grid_is_that_of_the_model(record: Record) -> None:
+    record.write("aspect_bucket_alignment", "128", FAMILY_DEFAULT)
+
+    plan = record.plan()
+
+    assert plan.config.datasets.aspect_bucket_alignment == "16"
+    assert plan.config.origins["aspect_bucket_alignment"] == FAMILY_DEFAULT
+
+
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
