@@ -222,7 +222,6 @@ ADAM_KEYS = {
     "adam_epsilon": "eps",
 }
 PAIR = {"optimizer_beta1": "beta1", "optimizer_beta2": "beta2"}
-SETTING_KEYS = (*ADAM_KEYS, *PAIR, "optimizer_config")
 
 # bf16 has 8 significant bits: a relative change below half the spacing of its numbers, 2**-9 to
 # 2**-8, is rounded away.

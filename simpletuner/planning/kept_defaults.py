@@ -15,7 +15,6 @@ from simpletuner.config.load import build_group
 from simpletuner.config.optimizers import (
     ADAM_KEYS,
     OPTIMIZERS,
-    SETTING_KEYS,
     chosen_settings,
     optimizer_name,
     optimizer_settings,
@@ -86,11 +85,8 @@ def _with_optimizer_defaults(
     if recorded.get("optimizer") != name:
         return config
     spec = OPTIMIZERS[name]
-    keys = {key: set_by_user[key] for key in SETTING_KEYS if key in set_by_user}
-    chosen = {
-        *chosen_settings(OptimizerConfig(**keys), spec),
-        *chosen_settings(config.optimizer, spec),
-    }
+    chosen_then = OptimizerConfig(**_valid(OptimizerConfig, set_by_user))
+    chosen = {*chosen_settings(chosen_then, spec), *chosen_settings(config.optimizer, spec)}
     kept = {}
     for setting, now in optimizer_settings(config.optimizer, precision).items():
         then = recorded.get(f"{OPTIMIZER}{setting}", now)  # older versions wrote fewer

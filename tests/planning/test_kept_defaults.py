@@ -179,6 +179,12 @@ def test_removing_a_key_that_was_set_is_reported(
     assert change in changes(plan)
 
 
+def test_a_setting_of_the_optimizer_that_this_version_refuses_is_not_kept(record: Record) -> None:
+    record.write("adam_beta1", 1.5, origin="config.json")
+
+    assert of_optimizer(record.plan())["beta1"] == 0.9
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_record_of_this_version_differs_from_no_default(family: str) -> None:
     layer = Layer("config.json", [("model_type", "lora"), ("model_family", family)])
