@@ -55,6 +55,8 @@ def test_a_model_of_others_is_named_with_the_nearest_family(
     ("name", "remedy"),
     [
         ("sana_video", "model_family sanavideo"),
+        ("sana-video-2b", "model_family sanavideo"),
+        ("SANA-Video_2B_720p", "model_family sanavideo, model_flavour 2b-720p"),
         ("kandinsky-5-i2i", "model_family kandinsky5-image, model_flavour i2i-lite-sft"),
         ("kandinsky5_i2v", "model_family kandinsky5-video, model_flavour i2v-lite-5s"),
         ("kandinsky5", "kandinsky5-image for pictures, kandinsky5-video for clips"),
