@@ -56,23 +56,20 @@ def rehearse(session: Session, validation: ValidationRunner, budget: Budget) -> 
     title = f"the largest micro-step ({len(samples)} x {largest.size}{frames})"
     memory = DeviceMemory(assembly.accelerator.device)
     step = Peak(title, TRAINING, optimizer, budget, memory)
-    in_background = bool(validation.prompts) and validation.decodes_in_background
 
     with unchanged(optimizer, assembly.techniques):
         bytes_of_step = step.measure(lambda: rehearse_micro_step(assembly, session.reader(largest)))
-        if not in_background:
-            yield step.line(bytes_of_step)
         optimizer.zero_grad(set_to_none=True)  # as after a step
-        if not validation.prompts:
+        if validation.decodes_in_background:
+            both = Peak(f"{title} while a preview is decoded", TRAINING, optimizer, budget, memory)
+            beside = partial(memory.held, bytes_of_step - memory.now)
+            bytes_of_both = both.measure(lambda: validation.rehearse(assembly, beside))
+            yield both.line(max(bytes_of_step, bytes_of_both))
             return
-        if not in_background:
+        yield step.line(bytes_of_step)
+        if validation.prompts:
             preview = Peak("a preview", PREVIEWS, optimizer, budget, memory)
             yield preview.line(preview.measure(lambda: validation.rehearse(assembly)))
-            return
-        both = Peak(f"{title} while a preview is decoded", TRAINING, optimizer, budget, memory)
-        beside = partial(memory.held, bytes_of_step - memory.now)
-        bytes_of_both = both.measure(lambda: validation.rehearse(assembly, beside))
-        yield both.line(max(bytes_of_step, bytes_of_both))
 
 
 def pixels_of(batch: PlannedBatch) -> int:
@@ -163,7 +160,8 @@ class Peak:
             raise UserError(self._shortage()) from None
         peak = memory.peak
         if self.phase == TRAINING:
-            # The gradients are still there, and step 1 adds the temporaries of an update.
+            # After a micro-step, its gradients are still there, and the update of step 1 adds its
+            # temporaries.
             updating = self.budget.model.update_tensors * _local_bytes(self.optimizer)
             peak = max(peak, memory.now + updating)
         memory.reset_peak()

@@ -267,10 +267,12 @@ class ValidationRunner(Callback):
     def rehearse(
         self, assembly: Assembly, beside: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
-        """Render the largest preview in few steps, and discard the result.
+        """Render a preview in few steps, and discard the result.
+
+        It is the largest or, if some are decoded in the background, the largest of those.
 
         Args:
-            beside: a context in which it is decoded in the background, if it is.
+            beside: a context in which it is decoded in the background.
         """
         previews = list(self._previews(None, assembly.settings.seed, 0, "benchmark_base_model"))
         if self.decodes_in_background:
