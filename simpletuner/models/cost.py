@@ -290,11 +290,13 @@ class Weights:
         """Parameter names by block prefix; parameters outside the blocks have an empty prefix."""
         names: dict[str, list[str]] = {prefix: [] for prefix in (*self.blocks, "")}
         for name in self.shapes:
-            prefix = ".".join(name.split(".")[:2]) + "."
-            if prefix not in names:
-                prefix = ""
-            names[prefix].append(name)
+            names[self._block_of(name)].append(name)
         return names
+
+    def _block_of(self, name: str) -> str:
+        """Prefix of the block that a parameter or a module belongs to; empty outside the blocks."""
+        prefix = ".".join(name.split(".")[:2]) + "."
+        return prefix if prefix in self.blocks else ""
 
     @cached_property
     def layers(self) -> list[Layer]:
@@ -348,12 +350,10 @@ class Weights:
         That is the first block with an adapter. An adapter outside the blocks counts as one before
         them, and a full fine-tune reaches all.
         """
-        reached = len(self.blocks)
-        for module in adapters.modules:
-            block = ".".join(module.split(".")[:2]) + "."
-            index = self.blocks.index(block) if block in self.blocks else 0
-            reached = min(reached, index)
-        return reached if adapters.modules else 0
+        adapted = {self._block_of(module) for module in adapters.modules}
+        if not adapted or "" in adapted:
+            return 0
+        return min(map(self.blocks.index, adapted))
 
     @remembered
     def reached(self, adapters: Adapters) -> list[bool]:
@@ -374,15 +374,14 @@ class Weights:
         index = self.blocks.index(layer.block)
         is_large = index >= self.small
         # Large blocks read the text, whose gradient only the small blocks need.
-        if is_large and layer.axis == "text" and first >= self.small > 0:
+        if is_large and layer.axis == "text" and 0 < self.small <= first:
             return True
-        path = layer.name.removeprefix(layer.block)
-        group = layer.block.split(".")[0]
+        alike = numbered(layer.name, self.table.groups)
+        if alike in names:
+            return True
+        # The table describes a pass that reaches all blocks: the first one is that of its group.
         first_of_group = max(first, self.small) if is_large else first
-        alike = [f"{group}.#.{path}"]
-        if index == first_of_group:
-            alike.append(f"{group}.0.{path}")
-        return any(name in names for name in alike)
+        return index == first_of_group and alike.replace("#", "0", 1) in names
 
     @remembered
     def block_bytes(self, dtype: str, *, quantised: float, narrow: bool = False) -> list[float]:
@@ -423,12 +422,10 @@ class Weights:
     @remembered
     def adapter_parameters_by_block(self, adapters: Adapters) -> list[int]:
         """Parameters of the adapters in each block, in order."""
-        numbers = dict.fromkeys(self.blocks, 0)
+        numbers = dict.fromkeys((*self.blocks, ""), 0)
         for name in adapters.modules:
-            prefix = ".".join(name.split(".")[:2]) + "."
-            if prefix in numbers:
-                numbers[prefix] += self._adapter_numbers(name, adapters)
-        return list(numbers.values())
+            numbers[self._block_of(name)] += self._adapter_numbers(name, adapters)
+        return [numbers[block] for block in self.blocks]
 
     def _adapter_numbers(self, name: str, adapters: Adapters) -> int:
         """Parameters of one module's adapter.
