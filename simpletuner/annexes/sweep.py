@@ -21,7 +21,7 @@ from simpletuner.annexes.figures import Columns
 from simpletuner.annexes.fitting.ready import weigh
 from simpletuner.annexes.report.contact_sheet import write_sheet
 from simpletuner.annexes.report.samples import ROW_KEYS
-from simpletuner.annexes.report.sheet import Sheet, SheetCell, StrengthLosses, at_work
+from simpletuner.annexes.report.sheet import Sheet, SheetCell, StrengthLosses
 from simpletuner.annexes.sampling import Sampled, plan_evaluation
 from simpletuner.atomic import unused_path, write_json
 from simpletuner.caching.catalogue import Catalogue
@@ -381,24 +381,23 @@ def render_sweep(
         cells.append(_cell(job, name(job).relative_to(plan.output_dir).as_posix()))
     metrics = Columns.of(read_rows(run / METRICS_FILE))
     sheet = Sheet(run.resolve().name, plan.output_dir, cells, metrics)
-    with at_work(plan.output_dir):
-        sheet.begin()
-        # A cell is named after the digest of its recipe: changed settings make new files, and old
-        # files stay valid.
-        missing = [job for job in jobs if not name(job).exists()]
-        if len(missing) < len(jobs):
-            events.notify(f"{len(jobs) - len(missing)} of {len(jobs)} cells exist already.")
-        held_out = None
-        if len(strengths) > 1 and sheet.best is not None:
-            held_out = renderer.held_out(run, arguments, events)
-        renderer.render(missing, name, events, "Sweeping")
-        if held_out and sheet.best is not None:
-            evaluation, reader = held_out
-            best = next(sampled for sampled in weights if sampled.step == sheet.best)
-            losses = renderer.measure(evaluation, reader, best, strengths, events)
-            sheet = replace(sheet, measured=StrengthLosses(sheet.best, losses))
-            sheet.keep_losses()
-        write_sheet(sheet)
+    sheet.begin()
+    # A cell is named after the digest of its recipe: changed settings make new files, and old
+    # files stay valid.
+    missing = [job for job in jobs if not name(job).exists()]
+    if len(missing) < len(jobs):
+        events.notify(f"{len(jobs) - len(missing)} of {len(jobs)} cells exist already.")
+    held_out = None
+    if len(strengths) > 1 and sheet.best is not None:
+        held_out = renderer.held_out(run, arguments, events)
+    renderer.render(missing, name, events, "Sweeping")
+    if held_out and sheet.best is not None:
+        evaluation, reader = held_out
+        best = next(sampled for sampled in weights if sampled.step == sheet.best)
+        losses = renderer.measure(evaluation, reader, best, strengths, events)
+        sheet = replace(sheet, measured=StrengthLosses(sheet.best, losses))
+        sheet.keep_losses()
+    write_sheet(sheet)
     return sheet
 
 

@@ -26,6 +26,7 @@ from simpletuner.config.sources import Arguments
 from simpletuner.config.types import parse_number, parse_path, plain_key
 from simpletuner.errors import Problems, nearest
 from simpletuner.planning.checkpoint_folder import SWEEP_FOLDER
+from simpletuner.planning.lock import at_work
 from simpletuner.planning.plans import SamplePlan
 from simpletuner.reporting.events import EventStream
 
@@ -212,9 +213,10 @@ class CheckedSamples:
 
         run = Path(self.request.source or "")
         strengths = self.request.strengths
-        return render_sweep(
-            self.plan, self.weights, strengths, run, self.request.arguments, self.events
-        )
+        with at_work(self.plan.output_dir):
+            return render_sweep(
+                self.plan, self.weights, strengths, run, self.request.arguments, self.events
+            )
 
 
 @contextmanager

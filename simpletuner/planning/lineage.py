@@ -18,7 +18,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from simpletuner.atomic import unused_path, write_atomically
-from simpletuner.errors import counted, shorten
+from simpletuner.errors import UserError, counted, shorten
 from simpletuner.planning.checkpoint_folder import (
     AVERAGE_FOLDER,
     BRANCHES,
@@ -36,6 +36,7 @@ from simpletuner.planning.checkpoint_folder import (
     result_step,
     write_line,
 )
+from simpletuner.planning.lock import worker_in
 from simpletuner.reporting.metrics import (
     MEDIA_FILE,
     METRICS_FILE,
@@ -135,6 +136,17 @@ def find_branch(output_dir: Path, checkpoint: Checkpoint) -> Branch | None:
     return Branch(start, line, left, result, is_compared, left_newest)
 
 
+def why_not_now(output_dir: Path) -> str:
+    """Why no branch can start now, as a sentence; empty if one can."""
+    worker = worker_in(output_dir / SWEEP_FOLDER)
+    if worker is None:
+        return ""
+    return (
+        f"the checkpoints in {output_dir} are being compared by {worker}, and a branch would move "
+        "them. Wait for its end, or stop it."
+    )
+
+
 def _home(output_dir: Path, checkpoint: Checkpoint) -> str:
     """The folder of a checkpoint, as in `Move`."""
     home = checkpoint.path.parent.resolve()
@@ -196,6 +208,9 @@ def start_line(output_dir: Path, checkpoint: Checkpoint | None) -> Branch | None
         checkpoint = replace(checkpoint, path=output_dir / checkpoint.path.name)
     branch = find_branch(output_dir, checkpoint)
     if branch is not None:
+        reason = why_not_now(output_dir)
+        if reason:
+            raise UserError(f"resume_from_checkpoint: {reason}")
         write_line(output_dir, branch.line)
         _finish_move(output_dir)
     elif read_line(output_dir) is None:
@@ -278,11 +293,21 @@ def _bring_back(output_dir: Path, line: Line, home: Path, shared: int) -> None:
     for record in read_media(home / MEDIA_FILE):
         if shared < record.step <= line.forks[-1].step:
             _move(home / record.path, output_dir / record.path)
-    for name in COMPARISONS:
-        _move(home / name, output_dir / name)
+    if _is_whole(home, line):
+        for name in COMPARISONS:
+            _move(home / name, output_dir / name)
     for checkpoint in list_checkpoints(home)[0]:
         if line.holds(checkpoint):
             _move(checkpoint.path, output_dir / checkpoint.path.name)
+
+
+def _is_whole(home: Path, line: Line) -> bool:
+    """Whether a line comes back to its end, so that a comparison shows only weights that are on it.
+
+    A line that comes back to an earlier step is trained anew from there.
+    """
+    saved, _ = list_checkpoints(home)
+    return all(map(line.holds, saved)) and _result_beyond(home, line.forks[-1].step) is None
 
 
 def _move(path: Path, target: Path) -> None:

@@ -24,7 +24,8 @@ from typing import Annotated, BinaryIO
 import psutil
 from pydantic import Field, TypeAdapter, ValidationError
 
-from simpletuner.atomic import take_lock
+from simpletuner.atomic import take_lock, write_json
+from simpletuner.config.json_reader import read_stored
 from simpletuner.errors import UserError, reached_limit
 from simpletuner.reporting.wording import clock_text
 
@@ -34,6 +35,7 @@ LOCK_FILE = "run.lock"
 # Beside the lock: config and settings of the last start from the page, and the id of the last event
 # before it.
 STARTED_FILE = "started.json"
+WORKER_FILE = "owner.json"  # in the folder of a comparison: the process that renders it
 # ABANDONED_SECONDS has room for twelve refreshes, so a few that fail do not lose the lock.
 REFRESH_SECONDS = 15.0
 # Longer than a change may take to appear on other machines, and longer than C code usually blocks
@@ -240,6 +242,22 @@ def owner_of(pid: int, command: str) -> Owner:
         command=command,
         since=round(time.time(), 3),
     )
+
+
+@contextmanager
+def at_work(folder: Path) -> Iterator[None]:
+    """Name this process in the folder of a comparison while it renders."""
+    write_json(folder / WORKER_FILE, asdict(this_process()), durable=False)
+    try:
+        yield
+    finally:
+        (folder / WORKER_FILE).unlink(missing_ok=True)
+
+
+def worker_in(folder: Path) -> Owner | None:
+    """The process that renders a comparison; None without one, or if it was killed."""
+    owner = read_stored(folder / WORKER_FILE, Owner)
+    return owner if owner is not None and owner.lives_here else None
 
 
 def boot_id() -> str:

@@ -40,7 +40,7 @@ from simpletuner.models.source import ModelSource
 from simpletuner.planning.checkpoint_folder import Checkpoint, Identity
 from simpletuner.planning.environment import allows_other_batch_size
 from simpletuner.planning.kept_defaults import OPTIMIZER
-from simpletuner.planning.lineage import find_branch
+from simpletuner.planning.lineage import find_branch, why_not_now
 from simpletuner.planning.plans import Model, Plan
 from simpletuner.weights.lora_names import LORA_FILE
 
@@ -106,6 +106,9 @@ def check_resume(model: Model, checkpoint: Checkpoint, targets: Targets, report:
     branch = find_branch(model.output_dir, checkpoint)
     if branch is not None:
         report.warn("resume_from_checkpoint", branch.announcement)
+        reason = why_not_now(model.output_dir)
+        if reason:
+            report.error("resume_from_checkpoint", reason)
     recorded = read_json(checkpoint.path / "config.json", Problems(), dict) or {}
     _check_base(model.config, checkpoint, recorded, report)
     _check_start(model.config.lora, checkpoint, recorded, report)

@@ -15,6 +15,7 @@ from simpletuner.annexes.runs.run import Run
 from simpletuner.annexes.sampling import SampleRequest, plan_samples
 from simpletuner.cli.app import main
 from simpletuner.config.sources import parse_arguments
+from simpletuner.errors import UserError
 from simpletuner.headers import METADATA, read_header
 from simpletuner.planning import checkpoint_folder, lineage
 from simpletuner.planning.checkpoint_folder import (
@@ -22,8 +23,9 @@ from simpletuner.planning.checkpoint_folder import (
     STARS_FILE,
     SWEEP_FOLDER,
     find_checkpoints,
+    open_checkpoint,
 )
-from simpletuner.planning.lock import this_process
+from simpletuner.planning.lock import at_work, this_process
 from simpletuner.weights.lora_names import LORA_FILE
 from simpletuner.weights.published_lora import OFFICIAL_SETTINGS
 from tests.conftest import make_room
@@ -268,6 +270,34 @@ def test_a_comparison_goes_and_returns_with_its_branch(run: Workspace, capsys: C
     assert run.train("max_train_steps=7", FROM_OLD_6) == 0
     assert comparison_in(output) == ["old", "old"]
     assert comparison_in(output / "branches/2") == ["new", "new"]
+
+
+def test_a_comparison_stays_aside_if_its_line_is_trained_anew_from_an_earlier_step(
+    run: Workspace,
+) -> None:
+    write_comparison(run.path("output"), "old")
+    assert run.train("max_train_steps=4", FROM_3) == 0
+
+    assert run.train("max_train_steps=6", "resume_from_checkpoint=branches/1/checkpoint-5") == 0
+
+    assert comparison_in(run.path("output")) == []
+    assert comparison_in(run.path("output/branches/1")) == ["old", "old"]
+
+
+def test_a_branch_waits_for_the_comparison_of_its_checkpoints(
+    run: Workspace, capsys: Capture
+) -> None:
+    output = run.path("output")
+    write_comparison(output, "old")
+
+    with at_work(output / SWEEP_FOLDER):
+        assert run.train("max_train_steps=4", FROM_3) == 2
+        assert "are being compared by process" in capsys.readouterr().err
+        with pytest.raises(UserError, match="being compared by"):
+            lineage.start_line(output, open_checkpoint(output / "checkpoint-3"))
+        assert run.train("max_train_steps=7") == 0  # no branch
+
+    assert comparison_in(output) == ["old", "old"]
 
 
 def train_and_die_moving(moves: int, *settings: str) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from operator import itemgetter
 from pathlib import Path
@@ -19,12 +18,10 @@ from simpletuner.atomic import write_json
 from simpletuner.config.json_reader import read_stored
 from simpletuner.errors import UserError
 from simpletuner.planning.checkpoint_folder import SWEEP_FOLDER
-from simpletuner.planning.lock import Owner, this_process
 from simpletuner.reporting.metrics import METRICS_FILE, MediaRecord, read_rows
 
 CONTENT = "sheet.json"
 LOSSES = "losses.json"
-OWNER = "owner.json"  # while cells are rendered: the process that does it
 # How earlier versions wrote the strength of a cell: at the end of its name.
 AT_STRENGTH = re.compile(r"(.*) at (-?[\d.]+(?:e-?\d+)?)")
 
@@ -246,19 +243,3 @@ def loss_at(metrics: Columns, step: int) -> tuple[float | None, bool]:
         return None, False
     loss = float(np.interp(step, steps, [point[1] for point in points]))
     return loss, step in steps
-
-
-@contextmanager
-def at_work(folder: Path) -> Iterator[None]:
-    """Name this process in the folder of a sheet while it renders cells."""
-    write_json(folder / OWNER, asdict(this_process()), durable=False)
-    try:
-        yield
-    finally:
-        (folder / OWNER).unlink(missing_ok=True)
-
-
-def worker_in(folder: Path) -> Owner | None:
-    """The process that renders cells of a sheet; None without one, or if it was killed."""
-    owner = read_stored(folder / OWNER, Owner)
-    return owner if owner is not None and owner.lives_here else None

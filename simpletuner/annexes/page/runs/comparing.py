@@ -20,12 +20,13 @@ from simpletuner.annexes.page.runs.live import runs_of
 from simpletuner.annexes.page.runs.queue import RUNNING, WAITING, Job
 from simpletuner.annexes.report.comparison import CheckpointTable
 from simpletuner.annexes.report.html import grid_order
-from simpletuner.annexes.report.sheet import CONTENT, Sheet, SheetCell, worker_in
+from simpletuner.annexes.report.sheet import CONTENT, Sheet, SheetCell
 from simpletuner.annexes.runs.run import Run
 from simpletuner.config.types import parse_number
 from simpletuner.errors import UserError, counted
 from simpletuner.models.registry import FAMILIES
 from simpletuner.planning.checkpoint_folder import SWEEP_FOLDER, find_checkpoints
+from simpletuner.planning.lock import Owner, worker_in
 from simpletuner.reporting.metrics import MEDIA_FILE, read_media
 from simpletuner.reporting.wording import duration_text
 
@@ -61,11 +62,11 @@ def comparison_under_way(run: Run, request: Request, table: CheckpointTable) -> 
     if job is not None and job.state == WAITING:
         return UnderWay(job.id, waits=True)
     owner = worker_in(run.folder / SWEEP_FOLDER)
-    if job is not None and owner is None and has_begun(run, job):
-        owner = job.owner  # its worker has let go of the folder, and its process is about to end
+    if job is not None and owner is None:
+        owner = job.owner  # its worker has not yet come to the folder, or has let go of it
     name = job.id if job else ""
-    if owner is None:
-        return UnderWay(name, waits=False) if job else None
+    if owner is None or not has_begun(run, owner):
+        return UnderWay(name, waits=False) if job or owner else None
     listed = {cell.record.path for cell in table.cells}
     done = {cell.record.path for cell in table.cells if cell.source}
     missing = len(listed) - len(done)
@@ -74,11 +75,10 @@ def comparison_under_way(run: Run, request: Request, table: CheckpointTable) -> 
     return UnderWay(name, waits=False, done=len(done), total=len(listed), left=left)
 
 
-def has_begun(run: Run, job: Job) -> bool:
-    """Whether a comparison has listed its cells."""
+def has_begun(run: Run, owner: Owner) -> bool:
+    """Whether the comparison of a process has listed its cells."""
     with suppress(OSError):
-        listed = (run.folder / SWEEP_FOLDER / CONTENT).stat().st_mtime
-        return job.owner is not None and listed >= job.owner.since
+        return (run.folder / SWEEP_FOLDER / CONTENT).stat().st_mtime >= owner.since
     return False
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from simpletuner.annexes.page.runs.chosen_file import SavedWeights
 from simpletuner.annexes.page.runs.comparing import has_begun, seconds_since, wanted_cells
-from simpletuner.annexes.page.runs.queue import RUNNING, Job
 from simpletuner.annexes.report.sheet import CONTENT
 from simpletuner.annexes.runs.run import Run
 from simpletuner.planning.checkpoint_folder import SWEEP_FOLDER
@@ -45,10 +44,9 @@ def test_a_comparison_has_begun_when_it_has_listed_its_cells(
     tmp_path: Path, listed: float, begun: bool
 ) -> None:
     owner = replace(this_process(), since=BEGAN)
-    job = Job("1", "sweep", str(tmp_path), state=RUNNING, owner=owner)
     write_at(tmp_path / SWEEP_FOLDER / CONTENT, listed)
 
-    assert has_begun(Run("run", tmp_path), job) is begun
+    assert has_begun(Run("run", tmp_path), owner) is begun
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from simpletuner.annexes.page.runs.table import untrained_beside
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.payloads import EVENTS_FILE
 from simpletuner.annexes.report.comparison import build_table
-from simpletuner.annexes.report.sheet import OWNER, Sheet, SheetCell
+from simpletuner.annexes.report.sheet import Sheet, SheetCell
 from simpletuner.headers import with_metadata
 from simpletuner.planning.checkpoint_folder import (
     STARS_FILE,
@@ -34,7 +34,7 @@ from simpletuner.planning.checkpoint_folder import (
     describe_files,
     write_manifest,
 )
-from simpletuner.planning.lock import this_process
+from simpletuner.planning.lock import WORKER_FILE, this_process
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, REPORT_FILE, MediaRecord
 from simpletuner.weights.lora_names import LORA_FILE, MAGNITUDE, METADATA_KEY, STEP_NOTE
 from tests.annexes.page.page import opened
@@ -303,7 +303,9 @@ def test_planned_cells_say_that_they_are_being_rendered(page: TestClient, folder
     cells = compared(folder, rendered=False)
     for cell in cells[:3]:
         write_picture(folder / "sweep" / cell.path)
-    (folder / "sweep" / OWNER).write_text(json.dumps(asdict(this_process())))
+    (folder / "sweep" / WORKER_FILE).write_text(
+        json.dumps(asdict(replace(this_process(), since=0.0)))
+    )
 
     shown = results(page, folder)
 
@@ -317,7 +319,7 @@ def test_killed_comparison_is_offered_again(page: TestClient, folder: Path) -> N
     cells = compared(folder, rendered=False)
     write_picture(folder / "sweep" / cells[1].path)
     owner = replace(this_process(), started="1")
-    (folder / "sweep" / OWNER).write_text(json.dumps(asdict(owner)))
+    (folder / "sweep" / WORKER_FILE).write_text(json.dumps(asdict(owner)))
 
     shown = results(page, folder)
 
