@@ -6,6 +6,7 @@ import functools
 import re
 
 from simpletuner.config.json_reader import read_toml
+from simpletuner.weights.part import hub_id_of
 
 PACKAGE = "simpletuner.models"
 SPELLED = "spelled"
@@ -18,7 +19,7 @@ def why_not_trained(name: str) -> str:
 
     The longest name that it begins with decides: `wan-s2v-14b` is Wan S2V, not Wan.
     """
-    word = name.strip().lower()
+    word = name.strip().lower().replace("5.0", "5")  # Kandinsky 5.0 is called kandinsky5 here
     found = ""
     longest = 0
     for pattern, sentence in _sentences().items():
@@ -31,7 +32,7 @@ def why_not_trained(name: str) -> str:
 
 def why_not_trained_from(location: str) -> str:
     """The same for a hub id, or for a folder with the name of a published model."""
-    published = location.strip().lower().replace("\\", "/").rstrip("/")
+    published = (hub_id_of(location) or location).strip().lower().replace("\\", "/").rstrip("/")
     folder = published.rpartition("/")[2]
     found = ""
     longest = 0

@@ -14,7 +14,7 @@ from simpletuner.errors import Problems, shorten
 from simpletuner.models.spec import FamilySpec, Flavour, OriginalWeights
 from simpletuner.weights.files import Shape, Shapes
 from simpletuner.weights.original import OriginalTransformer
-from simpletuner.weights.part import HUB_ID, Part
+from simpletuner.weights.part import HUB_ID, Part, hub_id_of
 
 MODEL_KEY = "pretrained_model_name_or_path"
 VAE_KEY = "pretrained_vae_model_name_or_path"
@@ -121,6 +121,9 @@ def _fault_at(location: str, parts: Sequence[Part]) -> str | None:
         if HUB_ID.fullmatch(location):
             return None
         return f"{location!r} is neither an existing folder nor a valid hub id."
+    hub_id = hub_id_of(location)
+    if hub_id:
+        return f"{location!r} is the address of a page; set {hub_id!r}, the hub id."
     if not home_path(location).is_dir():
         return f"the model folder {missing_path(home_path(location))}"
     unusable = []

@@ -24,9 +24,9 @@ from simpletuner.data.sample import Sample
 from simpletuner.data.schedule import Origin
 from simpletuner.errors import ConfigError, Problems, did_you_mean
 from simpletuner.models.adapter_kinds import trained_layers
-from simpletuner.models.other_models import why_not_trained, why_not_trained_from
+from simpletuner.models.other_models import why_not_trained
 from simpletuner.models.registry import FAMILIES, canonical_family_name
-from simpletuner.models.source import MODEL_KEY, ModelSource
+from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.planning import checks, dataset_checks, effects
 from simpletuner.planning.checkpoint_folder import Checkpoint, select_checkpoint
@@ -320,7 +320,6 @@ def _model(
 ) -> tuple[Model, list[DatasetConfig]]:
     """The model of a family, and the entries of the datasets for its task."""
     flavour = find_flavour(config, spec, report)
-    _check_published_model(config.model.pretrained_model_name_or_path, report)
     flavour, entries = choose_task(flavour, entries, has_picture=bool(rendering.pictures))
     source = ModelSource.from_settings(spec, flavour, config.flat)
     source = source.with_transformer(rendering.transformer)
@@ -331,13 +330,6 @@ def _model(
         grid = {"aspect_bucket_alignment": spec.defaults["aspect_bucket_alignment"]}
         config = config.with_values(grid, FAMILY_DEFAULT)
     return Model(config=config, spec=spec, flavour=flavour, source=source), entries
-
-
-def _check_published_model(location: str | None, report: Problems) -> None:
-    """Refuse published models that are not trained here by name, before they are downloaded."""
-    why = why_not_trained_from(location) if location else ""
-    if why:
-        report.error(MODEL_KEY, f"{location!r} {why}")
 
 
 def plan_previews(model: Model, rendering: Rendering, report: Problems) -> PreviewPlan:

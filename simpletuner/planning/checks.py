@@ -36,7 +36,9 @@ from simpletuner.config.trackers import check_trackers
 from simpletuner.config.webhooks import check_webhooks
 from simpletuner.data.captions import control_token
 from simpletuner.errors import NoEffect, Problem, Problems, counted, shorten
+from simpletuner.models.other_models import why_not_trained_from
 from simpletuner.models.source import (
+    MODEL_KEY,
     ModelSource,
     blocks_of,
     differing_weights,
@@ -123,6 +125,7 @@ def find_problems(model: Model, purpose: Purpose) -> Problems:
     check_block_numbers(config, spec, source, report)
     if config.launch.sequence_parallel_size > 1:
         check_sequence(model, report)
+    is_refused = refuse_others(config, spec, source, report)
     if purpose == "draft":
         # The steps of an epoch are unknown without datasets.
         check_total(config, config.schedule.max_train_steps or 0, report)
@@ -130,10 +133,33 @@ def find_problems(model: Model, purpose: Purpose) -> Problems:
         check_flavour(config, flavour, report)
         effects.by_source(source, report)
         source.check_names(report)
-        if source.check(report):
+        if not is_refused and source.check(report):
             check_parts(spec, flavour, source, report)
     check_packages(config.precision, report)
     return report
+
+
+def refuse_others(
+    config: RunConfig, spec: FamilySpec, source: ModelSource, report: Problems
+) -> bool:
+    """Refuse published models that are not trained here by name, before they are downloaded.
+
+    A folder may have any name if its transformer is one of the family.
+
+    Returns:
+        whether the model was refused.
+    """
+    location = config.model.pretrained_model_name_or_path
+    why = why_not_trained_from(location) if location else ""
+    if not why:
+        return False
+    transformer = source["transformer"]
+    if transformer.is_local:
+        kind = (transformer.read_config() or {}).get("_class_name")
+        if kind in spec.components["transformer"].kinds:
+            return False
+    report.error(MODEL_KEY, f"{location!r} {why}")
+    return True
 
 
 def without_effect(problems: Iterable[Problem]) -> dict[str, str]:

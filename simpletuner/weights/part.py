@@ -40,6 +40,7 @@ from simpletuner.weights.hub import (
 DIFFUSERS_WEIGHTS = "diffusion_pytorch_model"
 INDEX_FILE = "model_index.json"  # of a pipeline
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{0,95}[\w]", re.ASCII)  # owner/name
+HUB_ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)")
 # A component is present if its folder holds one of these files.
 MARKERS = (
     "config.json",
@@ -329,6 +330,12 @@ def looks_like_path(location: str) -> bool:
     if location.startswith(("/", ".", "~")) or location.count("/") != 1:
         return True
     return Path(location).is_dir()
+
+
+def hub_id_of(address: str) -> str:
+    """The hub id in the address of a model's page; empty if it is not one."""
+    match = HUB_ADDRESS.match(address)
+    return match[1] if match else ""
 
 
 def folder_fault(folder: Path) -> str | None:

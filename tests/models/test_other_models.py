@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -27,8 +28,8 @@ TABLE = read_toml(PACKAGE, "other_models.toml")
     [
         ("kandinsky6 Kandinsky-6.0-lite", "clips with sound", "kandinsky5-video"),
         ("kandinsky2.2 kandinsky-3", "makes? pictures", "kandinsky5-image"),
-        ("wan wan2.2 wan22_14b wan-vace", "Wan makes clips", "kandinsky5-video"),
-        ("wan_s2v s2v-14b-2.2", "a picture and speech", "kandinsky5-video"),
+        ("wan wan2.2 wan22_14b wan-vace wanvideo", "Wan makes clips", "kandinsky5-video"),
+        ("wan_s2v s2v-14b-2.2 Wan2.2-S2V-14B", "a picture and speech", "kandinsky5-video"),
         ("ltx-video ltxvideo", "LTX-Video makes clips", "kandinsky5-video"),
         ("ltx2 ltxvideo2", "with sound", "kandinsky5-video"),
         ("flux flux2 FLUX.1-dev flux-kontext", "FLUX makes pictures", "kandinsky5-image"),
@@ -59,6 +60,7 @@ def test_a_model_of_others_is_named_with_the_nearest_family(
         ("SANA-Video_2B_720p", "model_family sanavideo, model_flavour 2b-720p"),
         ("kandinsky-5-i2i", "model_family kandinsky5-image, model_flavour i2i-lite-sft"),
         ("kandinsky5_i2v", "model_family kandinsky5-video, model_flavour i2v-lite-5s"),
+        ("Kandinsky-5.0-T2V-Pro", "model_family kandinsky5-video"),
         ("kandinsky5", "kandinsky5-image for pictures, kandinsky5-video for clips"),
     ],
 )
@@ -99,6 +101,8 @@ def test_no_flavour_and_no_checkpoint_of_a_family_is_refused() -> None:
         ("kandinskylab/Kandinsky-6.0-Pro-5s-Diffusers", "Kandinsky 6"),
         ("models/SANA-Video_2.0_5B_720p/", "another architecture"),
         ("/data/SANA-Video_2B_480p_LongLive_diffusers", "block by block"),
+        ("https://huggingface.co/Efficient-Large-Model/SANA-Video_2.0/tree/main", "another arch"),
+        ("hf.co/Efficient-Large-Model/LongSANA_2B_480p_ode", "block by block"),
         ("me/my-flux-style", ""),
         ("models/wanderer", ""),
     ],
@@ -122,9 +126,25 @@ def test_a_published_model_is_known_by_its_id_or_the_name_of_its_folder(
             "pretrained_model_name_or_path=Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
             "pretrained_model_name_or_path: 'Wan-AI/Wan2.1-T2V-1.3B-Diffusers' cannot be trained",
         ),
+        (
+            "pretrained_model_name_or_path=https://huggingface.co/Wan-AI/Wan2.1-T2V-14B",
+            "'https://huggingface.co/Wan-AI/Wan2.1-T2V-14B' cannot be trained here: Wan makes",
+        ),
+        (
+            "pretrained_model_name_or_path=https://huggingface.co/kandinskylab/Some-Model",
+            "is the address of a page; set 'kandinskylab/Some-Model', the hub id.",
+        ),
     ],
 )
 def test_a_plan_refuses_it_in_one_sentence(
     workspace: Workspace, capsys: Capture, setting: str, words: str
 ) -> None:
     assert words in complaint(workspace, capsys, "plan", setting)
+
+
+def test_a_folder_with_a_model_of_the_family_may_have_any_name(
+    workspace: Workspace, t2i_checkpoint: Path
+) -> None:
+    workspace.path("wan2-cats").symlink_to(t2i_checkpoint)
+
+    assert workspace.run("plan", "pretrained_model_name_or_path=wan2-cats") == 0
