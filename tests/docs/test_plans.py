@@ -60,7 +60,7 @@ def test_memory_page_commands_work_without_files(
 
 
 # Gigabytes that TROUBLESHOOTING.md names for the examples of CARD_EXAMPLES, in their order.
-DOCUMENTED_HOST_MEMORY = (18, 7, 18, 52)
+DOCUMENTED_HOST_MEMORY = (18, 7, 18, 47)
 
 
 @pytest.mark.parametrize(
