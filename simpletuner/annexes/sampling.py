@@ -430,6 +430,8 @@ def plan_evaluation(run: Path, arguments: Arguments) -> Plan:
     last = _checkpoints(run)[-1]
     settings = dict(_layer_of(last, Problems(), without=()).values)
     settings["output_dir"] = str(last.path.parent)
+    # A checkpoint from which a branch once began may have moved, and none begins now.
+    settings.pop("resume_from_checkpoint", None)
     plan = plan_training(Arguments(collect=arguments.collect, base=config_from_values(settings)))
     evaluation = [dataset for dataset in plan.datasets if not dataset.config.is_trained]
     return replace(plan, datasets=evaluation, prompts=[])

@@ -124,6 +124,8 @@ def _fault_at(location: str, parts: Sequence[Part]) -> str | None:
     hub_id = hub_id_of(location)
     if hub_id:
         return f"{location!r} is the address of a page; set {hub_id!r}, the hub id."
+    if "://" in location:
+        return f"{location!r} is an address; name a model folder, or a hub id (owner/name)."
     if not home_path(location).is_dir():
         return f"the model folder {missing_path(home_path(location))}"
     unusable = []

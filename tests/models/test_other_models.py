@@ -134,6 +134,10 @@ def test_a_published_model_is_known_by_its_id_or_the_name_of_its_folder(
             "pretrained_model_name_or_path=https://huggingface.co/kandinskylab/Some-Model",
             "is the address of a page; set 'kandinskylab/Some-Model', the hub id.",
         ),
+        (
+            "pretrained_model_name_or_path=https://civitai.com/models/1",
+            "'https://civitai.com/models/1' is an address; name a model folder, or a hub id",
+        ),
     ],
 )
 def test_a_plan_refuses_it_in_one_sentence(

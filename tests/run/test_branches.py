@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from simpletuner.annexes.runs.run import Run
-from simpletuner.annexes.sampling import SampleRequest, plan_samples
+from simpletuner.annexes.sampling import SampleRequest, plan_evaluation, plan_samples
 from simpletuner.cli.app import main
 from simpletuner.config.sources import parse_arguments
 from simpletuner.errors import UserError
@@ -298,6 +298,18 @@ def test_a_branch_waits_for_the_comparison_of_its_checkpoints(
         assert run.train("max_train_steps=7") == 0  # no branch
 
     assert comparison_in(output) == ["old", "old"]
+
+
+def test_a_comparison_of_a_branch_measures_losses_where_its_start_was_set(run: Workspace) -> None:
+    assert run.train("max_train_steps=4", FROM_3) == 0
+    sweep = run.path("output") / SWEEP_FOLDER
+    sweep.mkdir()
+
+    with run.inside(), at_work(sweep):
+        plan = plan_evaluation(Path("output"), parse_arguments([]))
+
+    assert plan.resume is not None
+    assert plan.resume.step == 4
 
 
 def train_and_die_moving(moves: int, *settings: str) -> None:
