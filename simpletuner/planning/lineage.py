@@ -311,10 +311,17 @@ def _is_whole(home: Path, line: Line) -> bool:
 
 
 def _move(path: Path, target: Path) -> None:
-    """Rename a file or folder, if it exists. An existing target is kept."""
-    if path.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(unused_path(target))
+    """Move a file, folder or link, if it exists. An existing target is kept."""
+    if not path.exists():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target = unused_path(target)
+    if path.is_symlink():
+        # A relative link would point elsewhere from there.
+        target.symlink_to(path.resolve())
+        path.unlink()
+    else:
+        path.rename(target)
 
 
 def continuation(output_dir: Path, checkpoint: Checkpoint) -> str:

@@ -272,6 +272,20 @@ def test_a_comparison_goes_and_returns_with_its_branch(run: Workspace, capsys: C
     assert comparison_in(output / "branches/2") == ["new", "new"]
 
 
+def test_a_comparison_behind_a_relative_link_goes_and_returns(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk/sheet.json").touch()
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output/sweep").symlink_to("../disk")
+
+    lineage._move(tmp_path / "output/sweep", tmp_path / "output/branches/1/sweep")
+    assert (tmp_path / "output/branches/1/sweep/sheet.json").exists()
+
+    lineage._move(tmp_path / "output/branches/1/sweep", tmp_path / "output/sweep")
+    assert (tmp_path / "output/sweep/sheet.json").exists()
+    assert (tmp_path / "disk/sheet.json").exists()
+
+
 def test_a_comparison_stays_aside_if_its_line_is_trained_anew_from_an_earlier_step(
     run: Workspace,
 ) -> None:
