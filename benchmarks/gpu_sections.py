@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.models import SHAPES, build_clip_vae, make_config
+from benchmarks.models import SHAPES, build_clip_vae, lora_targets, make_config
 from benchmarks.tread import MODELS, share_of_arithmetic
 from benchmarks.variants import Outcome, Settings, Variant, forget, measure
 from simpletuner.config.option import is_installed
@@ -28,6 +29,7 @@ from simpletuner.config.techniques.tread import Route
 from simpletuner.errors import ConfigError
 from simpletuner.memory.quantisation.layers import QuantisedLinear, pack, use_quantised_products
 from simpletuner.models.blocks import AttentionKernel, torch_attention
+from simpletuner.models.lora_layers import Targets
 from simpletuner.models.registry import FAMILIES
 from simpletuner.planning.techniques.tread import TreadSpec
 from simpletuner.run.train import set_determinism
@@ -401,7 +403,10 @@ def _allocated(machine: Machine) -> int:
 
 
 def step(machine: Machine) -> Iterator[Line]:
-    """A fast step against one with the code of diffusers, and its use of the device (MFU)."""
+    """A fast step against one with the code of diffusers, and its use of the device (MFU).
+
+    And a LoRA on the second half of the blocks, below which nothing is kept or computed backwards.
+    """
     need_keys("speed")
     side = 8192 if machine.is_large else 256
     rate = matmul_flops(torch.device(machine.device), machine.dtype, side)
@@ -416,6 +421,16 @@ def step(machine: Machine) -> Iterator[Line]:
         flops = fast.reports[0].flops
         if flops is not None:
             yield Line(f"{size}, MFU", flops / fast.seconds / rate, "of the matmul rate")
+    late = {"late half": variants["auto"]}
+    yield from _measured(machine, size, late, outcomes, targets=second_half(size))
+
+
+def second_half(size: str) -> str:
+    """A regular expression of the family's targets in the second half of the visual blocks."""
+    count = SHAPES[size].settings["num_visual_blocks"]
+    numbers = "|".join(map(str, range(count // 2, count)))
+    names = "|".join(map(re.escape, lora_targets(size)))
+    return rf"visual_transformer_blocks\.({numbers})\..*({names})"
 
 
 def unchecked(machine: Machine) -> Iterator[Line]:
@@ -634,10 +649,11 @@ def _measured(
     variants: Mapping[str, Settings],
     outcomes: dict[str, Outcome],
     techniques: Sequence[Technique] = (),
+    targets: Targets = "",
 ) -> Iterator[Line]:
     """Seconds and peak memory of variants; fills in `outcomes`, whose first one is the unit."""
     for name, settings in variants.items():
-        outcome = measure(size, machine.device, settings, techniques, steps=STEPS)
+        outcome = measure(size, machine.device, settings, techniques, targets=targets, steps=STEPS)
         outcomes[name] = outcome
         unit = next(iter(outcomes.values())).seconds
         yield Line(f"{size}, {name}, step", outcome.seconds, "s", _ratio(outcome.seconds, unit))
@@ -674,12 +690,12 @@ SUSPECTS = {
 # expected to take. All of them fit into two runs of `first_gpu.MINUTES`.
 SECTIONS: dict[str, tuple[Section, float]] = {
     "products": (products, 150),
+    "step": (step, 140),
+    "full": (full, 110),
     "sparse": (sparse, 60),
     "peaks": (peaks, 20),
-    "step": (step, 110),
     "attention": (attention, 30),
     "streamer": (streamer, 110),
-    "full": (full, 110),
     "unchecked": (unchecked, 110),
     "decoding": (decoding, 60),
     "tread": (tread, 70),

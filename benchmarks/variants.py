@@ -14,6 +14,7 @@ import torch
 from benchmarks.models import RandomAdapter, lora_targets, make_accelerator, make_batch, make_config
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed.world import World
+from simpletuner.models.lora_layers import Targets
 from simpletuner.reporting.events import StepReport
 from simpletuner.run.settings import assembly_settings
 from simpletuner.techniques.base import Technique
@@ -80,12 +81,16 @@ class Variant:
         *,
         samples: int = 1,
         latents: tuple[int, int, int] | None = None,
+        targets: Targets = "",
         world: World = World(),
     ) -> None:
         precision = "no" if device == "cpu" else "bf16"
         config = make_config(size, **{"mixed_precision": precision, **COMMON, **settings})
         intent = TrainingSpec(
-            lora_targets=lora_targets(size), seed=0, total_steps=100_000, learning_rate=RATE
+            lora_targets=targets or lora_targets(size),
+            seed=0,
+            total_steps=100_000,
+            learning_rate=RATE,
         )
         adapter = RandomAdapter(config, size, device)
         accelerator = assembling.make_accelerator() if world.size > 1 else make_accelerator(device)
@@ -110,16 +115,18 @@ def measure(
     techniques: Sequence[Technique] = (),
     *,
     samples: int = 1,
+    targets: Targets = "",
     warm: int = 2,
     steps: int = 5,
 ) -> Outcome:
     """Run steps of a variant that has the device for itself, and free its memory.
 
     Args:
+        targets: of its LoRA; by default those of its family.
         warm: steps that do not count: compiling, and the optimizer's state.
     """
     forget(device)
-    variant = Variant(size, device, settings, techniques, samples=samples)
+    variant = Variant(size, device, settings, techniques, samples=samples, targets=targets)
     for _ in range(warm):
         variant.step()
     if device == "cuda":

@@ -214,7 +214,7 @@ def test_a_row_that_fits_only_smaller_says_what_the_usual_size_lacks() -> None:
     told = answer(row_of(*LIGHT), card("4060"))
 
     assert told.begin is not None
-    assert told.begin.size.frames == 33
+    assert told.begin.size.frames == 17
     assert "training at 768x512@61 needs " in told.lacking
 
 

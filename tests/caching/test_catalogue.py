@@ -127,4 +127,6 @@ def test_a_start_computes_every_digest_once(
     digests = [text for text in hashed if '"kind":' in text]
     assert len(digests) == latents + captions
     assert workspace.train(*settings) == 0
+    # The plan opens the transformer once more, for the first rows of its modulation.
+    headers.remove(next(path for path in headers if "/transformer/" in path))
     assert len(headers) == len(set(headers)) == 4

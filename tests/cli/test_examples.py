@@ -44,7 +44,7 @@ def test_examples_differ_in_words_and_name_what_they_need() -> None:
     described = [(example.about, example.needs) for example in listed]
     assert len(set(described)) == len(described)
     needs = {example.name: example.needs for example in listed}
-    assert re.fullmatch(r"from 24 GB; \d+ min on a 4090", needs["kandinsky5-image-lora"])
+    assert re.fullmatch(r"from 16 GB; \d+ min on a 4090", needs["kandinsky5-image-lora"])
     assert needs["kandinsky5-video-lite-full-8gpu"].startswith("8 GPUs from ")
     assert needs["demo"] == "minutes on any computer"
 

@@ -31,6 +31,7 @@ from simpletuner.models.kandinsky5.blocks import store_in_bf16
 from simpletuner.models.kandinsky5.cost import VIDEO_COST
 from simpletuner.models.sanavideo.video import CompiledOnGrid
 from simpletuner.planning.techniques.tread import TreadSpec
+from simpletuner.speed.backward import with_gradient
 from simpletuner.speed.compile import Case, CheckedForward, CompiledPiece, configure_compiler
 from simpletuner.speed.recomputation import checkpointed
 from simpletuner.techniques.tread import Tread
@@ -432,7 +433,7 @@ def test_inductor_compiles_a_block_correctly() -> None:
 
     mask = torch.arange(6) < torch.tensor([[6], [4]])
     inputs = (
-        torch.randn(2, 6, WIDTH),
+        with_gradient(torch.randn(2, 6, WIDTH)),
         torch.randn(2, WIDTH),
         torch.randn(2, 6, 1, 8),
         torch.randn(2, 6, 1, 8),

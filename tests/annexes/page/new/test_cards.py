@@ -21,7 +21,7 @@ from simpletuner.config.sources import example_names
 from tests.annexes.page.page import opened
 
 SHOWN = {("Kandinsky 5 Video Lite", "full"), ("Sana Video 480p", "full")}
-BEGIN = {"model": "Kandinsky 5 Video Lite", "kind": "full", "size": "768x512@33"}
+BEGIN = {"model": "Kandinsky 5 Video Lite", "kind": "full", "size": "768x512@17"}
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +71,10 @@ def test_the_table_shows_sizes_that_fit_with_a_button_each(
     assert [device.device for device in asked_cards] == ["4060"]
     shown = text_of(answer.text)
     assert "1,000 steps, with previews, on RTX 4060 with 8 GiB" in shown
-    assert "Kandinsky 5 Video Lite, full 768 × 512 33 " in shown
+    assert "Kandinsky 5 Video Lite, full 768 × 512 17 " in shown
     assert "smaller than the usual 768x512, 61 frames: training at " in shown
     assert "Sana Video 480p, full does not fit" in shown
-    assert re.findall(r'data-size="([^"]+)"', answer.text) == ["768x512@33"]
+    assert re.findall(r'data-size="([^"]+)"', answer.text) == ["768x512@17"]
     assert "assume the speed of RTX 4060 with 8 GiB" in shown
 
 
@@ -121,13 +121,13 @@ def test_begin_writes_a_config_that_its_plan_accepts(
     folder = tmp_path / "config" / "kandinsky5-video-lite-full-24gb"
     config = json.loads((folder / "config.json").read_text())
     assert config["offload"] == "auto"
-    assert config["validation_num_video_frames"] == 33
+    assert config["validation_num_video_frames"] == 17
     assert config["output_dir"] == "output/kandinsky5-video-lite-full-24gb"
     datasets = json.loads((folder / "multidatabackend.json").read_text())
-    assert datasets[0]["video"]["num_frames"] == 33
+    assert datasets[0]["video"]["num_frames"] == 17
     monkeypatch.chdir(tmp_path)
     assert main(["plan", f"env={folder.name}", "--device", "4060"]) == 0
-    assert "clips of 33 frames of 768x512" in " ".join(capsys.readouterr().out.split())
+    assert "clips of 17 frames of 768x512" in " ".join(capsys.readouterr().out.split())
 
 
 def test_beginning_twice_keeps_the_first_config(page: TestClient, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_examples_are_grouped_and_told_in_words(page: TestClient) -> None:
     assert re.findall(r"<h3>([^<]+)</h3>", html) == ["Pictures", "Clips", "Try it"]
     assert sorted(re.findall(r'data-example="([^"]+)"', html)) == sorted(example_names())
     shown = text_of(html)
-    assert "Kandinsky 5 Image: a subject or a style the usual choice; from 24 GB; " in shown
+    assert "Kandinsky 5 Image: a subject or a style the usual choice; from 16 GB; " in shown
     assert "kandinsky5-video-lite-full-8gpu" not in shown
 
 
@@ -172,7 +172,7 @@ def test_a_card_that_is_typed_leads_to_a_config_that_is_open(
         card.fill("4060")
         card.press("Enter")
         page.get_by_role(
-            "button", name="Begin with Kandinsky 5 Video Lite, full, 768x512, 33 frames"
+            "button", name="Begin with Kandinsky 5 Video Lite, full, 768x512, 17 frames"
         ).click()
 
         expect(page.locator("#config")).to_have_value("kandinsky5-video-lite-full-24gb")
