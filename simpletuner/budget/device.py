@@ -151,7 +151,8 @@ class Device:
         """Bytes that a run can use; None if unknown."""
         if self.memory is None or not self.has_own_memory:
             return self.memory
-        return self.memory * (1 - FRAGMENTS) - DEVICE_OVERHEAD - self.taken - self.buffers
+        usable = self.memory * (1 - FRAGMENTS) - DEVICE_OVERHEAD - self.taken - self.buffers
+        return max(0.0, usable)  # other programs may have taken nearly all of it
 
     @property
     def taken_by_others(self) -> str:

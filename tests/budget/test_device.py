@@ -57,6 +57,15 @@ def test_memory_used_by_other_programs_is_subtracted(
     assert PhasePeak("training", 11e9, 0.0).shortage(whole) is None
 
 
+def test_a_card_that_other_programs_fill_has_no_memory_to_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_smi(tmp_path, monkeypatch, "echo 'NVIDIA GeForce RTX 3060, 12288, 12200'")
+    monkeypatch.setattr(module, "query_gpu", query_gpu)  # instead of that of all tests
+
+    assert find_device().usable == 0.0
+
+
 def test_visible_gpu_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_smi(tmp_path, monkeypatch, 'echo "asked for $2, 1, 0"')
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
