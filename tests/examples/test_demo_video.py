@@ -36,6 +36,7 @@ def moved_up(path: np.ndarray) -> float:
     return float(path[0, 1] - path[-1, 1])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(50)
 def test_the_demo_learns_its_motion(tmp_path: Path) -> None:
     arguments = [

@@ -35,24 +35,26 @@ RELEASED = {
 }
 
 
+def cases(names: Collection[str], usual: Collection[str]) -> list[Any]:
+    """All names as parameters; those that are not usual are for thorough runs."""
+    return [pytest.param(name, marks=() if name in usual else THOROUGH) for name in names]
+
+
 def run_of(name: str, blocks: int, settings: dict[str, Any]) -> FakeRun:
     return FakeRun(name.partition(",")[0], LOADS[name], blocks, settings)
 
 
-@pytest.mark.parametrize("name", LOADS)
+@pytest.mark.parametrize(
+    "name", cases(LOADS, ["t2i-lite-sft", "t2v-lite-sft-5s", "t2v-pro-sft-5s-hd", "2b-480p"])
+)
 def test_the_planned_peak_of_a_lora_is_the_metered_one(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert 0.97 <= run_of(name, 4, LORA).ratio(monkeypatch) <= 1.05
 
 
-def cases(names: Collection[str], usual: Collection[str]) -> list[Any]:
-    """All names as parameters; those that are not usual are for thorough runs."""
-    return [pytest.param(name, marks=() if name in usual else THOROUGH) for name in names]
-
-
 @pytest.mark.slow(3)
-@pytest.mark.parametrize("name", cases(LOADS, ["2b-480p", "2b-480p, first frame given", "2b-720p"]))
+@pytest.mark.parametrize("name", cases(LOADS, ["2b-480p"]))
 def test_the_planned_peak_of_a_full_fine_tune_is_the_metered_one(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,6 +63,7 @@ def test_the_planned_peak_of_a_full_fine_tune_is_the_metered_one(
     assert 0.97 <= run_of(name, blocks, FULL).ratio(monkeypatch) <= 1.05
 
 
+@THOROUGH
 @pytest.mark.slow(4)
 def test_a_full_fine_tune_of_lite_is_planned_to_fit_32_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of("t2v-lite-sft-5s", 0, FULL)
@@ -88,7 +91,7 @@ FULL_SWITCHES = {
 
 
 @pytest.mark.slow(2)
-@pytest.mark.parametrize("switch", cases(SWITCHES, ["no checkpoints", "kept blocks"]))
+@pytest.mark.parametrize("switch", cases(SWITCHES, ["kept blocks"]))
 def test_the_planned_peak_of_a_lora_follows_every_switch(
     switch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,9 +101,7 @@ def test_the_planned_peak_of_a_lora_follows_every_switch(
 
 
 @pytest.mark.slow(2)
-@pytest.mark.parametrize(
-    "switch", cases(FULL_SWITCHES, ["released gradients", "accumulated gradients"])
-)
+@pytest.mark.parametrize("switch", cases(FULL_SWITCHES, ["no checkpoints", "released gradients"]))
 def test_the_planned_peak_of_a_full_fine_tune_follows_every_switch(
     switch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def test_published_shapes_are_those_of_diffusers(spec: FamilySpec, flavour: str)
 PACKAGES = packages()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(5)
 @pytest.mark.parametrize("specs", PACKAGES.values(), ids=PACKAGES)
 def test_the_cost_table_equals_a_new_measurement(specs: list[FamilySpec]) -> None:

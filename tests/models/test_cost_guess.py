@@ -70,7 +70,8 @@ def test_block_lists_are_recognised_by_equal_shapes_of_their_members() -> None:
     assert block_lists(shapes) == ["text_blocks", "blocks"]
 
 
-@pytest.mark.slow(1)
+@pytest.mark.thorough
+@pytest.mark.slow(8)
 def test_a_family_without_a_table_gets_a_guess_with_its_own_blocks(fourth: Any) -> None:  # noqa: F811
     trial = trial_of(FOURTH)
     exact = cost_of(FOURTH.cost, trial.model)

@@ -151,6 +151,7 @@ def test_two_processes_train_like_one_with_the_same_global_batch(
         assert_close_files(two_processes, one_process, name, LOSS)
 
 
+@pytest.mark.thorough
 def test_preservation_in_two_processes_equals_one_process(tmp_path: Path, t2i: Filled) -> None:
     one_process = train_in(tmp_path, t2i, 1, **PRESERVATION)
     two_processes = train_in(tmp_path, t2i, 2, **PRESERVATION)
@@ -379,7 +380,7 @@ def test_a_run_that_torchrun_restarts_continues(workspace: Workspace) -> None:
     assert_equal(load_file(workspace.path(LORA)), straight)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_interrupting_one_process_stops_all_after_a_step(workspace: Workspace, rank: int) -> None:
     processes = start([workspace] * 2, "train", ENDLESS)
     wait_for_step(workspace, 2, workspace.path("rank0.txt"), processes)

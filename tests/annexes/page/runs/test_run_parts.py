@@ -21,6 +21,7 @@ from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, REPORT_FILE
 from simpletuner.weights.lora_names import LORA_FILE
 from tests.annexes.page.run_folder import RunFolder, every_run
 
+THOROUGH = pytest.mark.thorough
 ADDRESSES = (
     "/api/training/status?run={0}",
     "/api/metrics/training/runs/{0}",
@@ -128,12 +129,12 @@ def test_every_part_of_every_kind_of_run_is_shown(page: TestClient, tmp_path: Pa
 @pytest.mark.parametrize(
     "damage",
     [
-        missing,
-        a_folder_in_its_place,
         torn,
-        with_a_torn_line,
-        with_noise,
         with_values_of_other_types,
+        pytest.param(missing, marks=THOROUGH),
+        pytest.param(a_folder_in_its_place, marks=THOROUGH),
+        pytest.param(with_a_torn_line, marks=THOROUGH),
+        pytest.param(with_noise, marks=THOROUGH),
     ],
 )
 def test_damaged_file_affects_only_parts_that_need_it(

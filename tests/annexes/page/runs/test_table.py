@@ -569,7 +569,7 @@ def test_invalid_stars_are_refused(page: TestClient, folder: Path, body: dict[st
 
 
 @pytest.mark.slow(5)
-@pytest.mark.parametrize("has_loss", [False, True])
+@pytest.mark.parametrize("has_loss", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_file_for_comfyui_at_a_strength_is_two_clicks_away(
     browser: Any, page: TestClient, folder: Path, has_loss: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
