@@ -751,6 +751,13 @@ def test_guidance_is_batched_where_previews_have_room() -> None:
     assert sana.config.validation.validation_batched_guidance is None, "its pipeline always does so"
 
 
+def test_previews_stay_as_they_are_where_the_memory_of_the_device_is_unknown() -> None:
+    unknown = replace(gpu(80), memory=None)
+    previews = with_previews(budget(unknown, speed="auto", validation_guidance=5.0))
+
+    assert with_faster_previews(previews) is previews
+
+
 @pytest.mark.parametrize(
     ("flavour", "share"),
     [("t2v-lite-sft-5s", GPU_CONVOLUTIONS), ("2b-480p", GPU_CONVOLUTIONS * FLOAT32_SHARE)],

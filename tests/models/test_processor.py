@@ -81,6 +81,15 @@ def test_the_processor_is_saved_and_accepted_as_the_stock_class(
     assert load_processor(tmp_path).tokenizer.get_vocab() == processor.tokenizer.get_vocab()
 
 
+def test_the_processor_writes_chats_by_the_template_of_its_tokenizer(tmp_path: Path) -> None:
+    shutil.copytree(TOKENIZERS / "tokenizer", tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text("<{{ messages[0].content }}>")
+
+    chat = [{"role": "user", "content": "a cat"}]
+
+    assert load_processor(tmp_path).apply_chat_template(chat, tokenize=False) == "<a cat>"
+
+
 def test_the_processor_encodes_text_in_the_stock_pipeline(t2i_folder: Path) -> None:
     pipe = Kandinsky5T2IPipeline.from_pretrained(t2i_folder, tokenizer=load_processor(t2i_folder))
     pipe.set_progress_bar_config(disable=True)

@@ -53,10 +53,11 @@ class Source:
                 found.update(f"{node.module}.{alias.name}" for alias in node.names)
         return frozenset(found)
 
-    def part(self, node: ast.AST) -> str:
+    def part(self, definition: ast.FunctionDef | ast.ClassDef) -> str:
         """The text of a class or function, with its decorators."""
-        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])  # type: ignore[attr-defined]
-        return "\n".join(self.text.splitlines()[first - 1 : node.end_lineno])  # type: ignore[attr-defined]
+        beginnings = [definition, *definition.decorator_list]
+        first = min(part.lineno for part in beginnings)
+        return "\n".join(self.text.splitlines()[first - 1 : definition.end_lineno])
 
 
 @dataclass(frozen=True)
