@@ -651,3 +651,12 @@ def test_a_verified_block_samples_compiled_if_it_is_told_to(sampling: bool) -> N
 
     assert ran == ["compiled"] * sampling
     assert torch.equal(sampled, block(hidden))
+
+
+@pytest.mark.parametrize("ones_are_sizes", [True, False])
+def test_the_compiler_treats_sizes_of_one_as_it_is_told(ones_are_sizes: bool) -> None:
+    configure_compiler(ones_are_sizes=not ones_are_sizes)
+
+    configure_compiler(ones_are_sizes=ones_are_sizes)
+
+    assert torch.fx.experimental._config.backed_size_oblivious is ones_are_sizes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from simpletuner.errors import UserError
 from simpletuner.models.lora_checks import check_init_lora, check_lora_file
 from simpletuner.training.lora_files import read_lora_file
 from simpletuner.weights.lora_names import METADATA_KEY
-from simpletuner.weights.published_lora import FILES, find_lora, lora_file
+from simpletuner.weights.published_lora import FILES, REFUSED, find_lora, lora_file
 from tests.tools.hub import repository_of_loras
 from tests.tools.reports import found_by
 
@@ -253,3 +254,9 @@ def test_without_a_network_a_lora_on_the_hub_is_an_error_of_one_line(
 )
 def test_a_path_is_not_looked_for_on_the_hub(location: str) -> None:
     assert find_lora(location) == lora_file(Path(location))
+
+
+def test_settings_that_change_what_matrices_mean_have_the_names_that_peft_gives_them() -> None:
+    of_peft = {field.name for field in fields(PeftConfig)}
+
+    assert set(REFUSED) <= of_peft
