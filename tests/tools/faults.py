@@ -136,7 +136,8 @@ def whole(module: Module, node: ast.AST, new: str) -> Change:
 
 def between(module: Module, left: ast.AST, right: ast.AST, old: str, new: str) -> Iterator[Change]:
     """Replace a word or sign between two nodes, which may have brackets around them."""
-    start, end = module.end(left), module.start(right)
+    start = module.end(left)
+    end = module.start(right)
     gap = module.data[start:end].decode()
     pattern = rf"\b{old}\b" if old.isalpha() else re.escape(old)
     match = re.search(pattern.replace(" ", r"\s+"), gap)
