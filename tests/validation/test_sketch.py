@@ -21,7 +21,12 @@ from simpletuner.models.kandinsky5.image import FluxLatentEncoder
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.reporting.events import Event, PreviewGrew
 from simpletuner.reporting.metrics import MediaRecord
-from simpletuner.validation.sketch import IN_PROGRESS, ColourMap, GrowingPreview
+from simpletuner.validation.sketch import (
+    IN_PROGRESS,
+    ColourMap,
+    GrowingPreview,
+    discard_unfinished,
+)
 from tests.tools.families import CPU, make_adapter, make_video_adapter, picture
 from tests.tools.runs import PREVIEWED, train_with_subscribers
 from tests.tools.sana_family import make_sana_adapter
@@ -170,3 +175,14 @@ def test_the_sketched_latents_are_exact_for_a_constant_velocity(tmp_path: Path) 
         assert clip.size == (5, 3)
         assert clip.n_frames == 2  # type: ignore[attr-defined]
         assert clip.info["duration"] == 250  # ms, half of 0.5 s
+
+
+def test_sketches_of_an_earlier_round_are_removed_and_other_files_stay(tmp_path: Path) -> None:
+    folder = tmp_path / IN_PROGRESS
+    folder.mkdir(parents=True)
+    for name in ("step_4_a.png", "step_4_a.gif", "mine.png"):
+        (folder / name).touch()
+
+    discard_unfinished(tmp_path)
+
+    assert [path.name for path in folder.iterdir()] == ["mine.png"]
